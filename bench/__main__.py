@@ -1,0 +1,39 @@
+"""`python -m pdserve.bench serve …`: exit code 2 and one line on stderr for what cannot be run."""
+
+from __future__ import annotations
+
+import sys
+
+from .errors import BenchError
+from .machine import package_version
+from .serve import main as serve
+
+USAGE = """usage: pdserve bench COMMAND [OPTIONS]
+
+commands:
+  serve    load a running server and measure TTFT, TPOT, ITL, throughput and goodput
+
+`pdserve bench COMMAND --help` lists the options of a command."""
+EXIT_USAGE = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Run the named command; its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if arguments[0] == "--version":
+        print(f"pdserve {package_version()}")
+        return 0
+    if arguments[0] != "serve":
+        print(f"pdserve.bench: error: unknown command {arguments[0]!r}; there is: serve", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return serve(arguments[1:])
+    except BenchError as error:
+        print(f"pdserve.bench: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

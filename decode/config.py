@@ -1,0 +1,77 @@
+"""Flags of a decode worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..engine.worker_flags import WorkerConfig, add_worker_arguments, require_positive, worker_config
+from ..transfer.channel import check_exposed, runtime_directory
+from ..transfer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """`itl_budget_ms`: how long a step with a chunk of local prefill in it may take, as far as one block allows."""
+
+    worker: WorkerConfig
+    bulk_address: str
+    peer_address: str
+    advertised_host: str | None = None
+    max_sequences: int = 64
+    local_tokens: int = 32
+    itl_budget_ms: float = 100.0
+    transfer_deadline_s: float = 30.0
+
+    def advertise(self, address: str) -> str:
+        """The address others shall use for a bound one (it differs behind NAT or when bound to a wildcard)."""
+        if self.advertised_host is None or not address.startswith("tcp://"):
+            return address
+        return f"tcp://{self.advertised_host}:{address.rpartition(':')[2]}"
+
+
+def listen_addresses(listen: str | None, name: str) -> tuple[str, str]:
+    """(bulk, control) addresses for --listen: ipc by default; a tcp port stands for itself and the one after it."""
+    if listen is None:
+        listen = f"ipc://{runtime_directory()}/{name}-{os.getpid()}"
+    if listen.startswith("ipc:///"):
+        return f"{listen}.bulk", f"{listen}.ctl"
+    match = re.fullmatch(r"(tcp://.+):(\d{1,5})", listen)
+    if not match or int(match[2]) > 65534:
+        raise ConfigError(f"--listen {listen} is not of the form ipc:///PATH or tcp://HOST:PORT")
+    port = int(match[2])
+    return f"{match[1]}:{port}", f"{match[1]}:{port + 1 if port else 0}"
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespace]:
+    """The config, and the flags that `main` itself needs (logging and the like). Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="pdserve.decode", description="A decode worker of pdserve.")
+    add_worker_arguments(parser)
+    parser.add_argument("--listen", help="tcp://HOST:PORT for slabs, PORT+1 for control, or ipc:///PATH (default)")
+    parser.add_argument("--advertise-host", help="host that prefill workers shall connect to, if not the bound one")
+    parser.add_argument("--max-sequences", type=int, default=DecodeConfig.max_sequences)
+    parser.add_argument(
+        "--local-tokens", type=int, default=DecodeConfig.local_tokens,
+        help="prompts that miss at most this many tokens are computed here when local prefill is allowed",
+    )  # fmt: skip
+    parser.add_argument("--itl-budget-ms", type=float, default=DecodeConfig.itl_budget_ms)
+    parser.add_argument("--transfer-deadline-s", type=float, default=DecodeConfig.transfer_deadline_s)
+    args = parser.parse_args(argv)
+    require_positive(args, "max_sequences", "itl_budget_ms", "transfer_deadline_s")
+    worker = worker_config(args)
+    bulk, peer = listen_addresses(args.listen, args.name)
+    check_exposed(bulk, args.insecure)
+    config = DecodeConfig(
+        worker=worker,
+        bulk_address=bulk,
+        peer_address=peer,
+        advertised_host=args.advertise_host,
+        max_sequences=args.max_sequences,
+        local_tokens=args.local_tokens,
+        itl_budget_ms=args.itl_budget_ms,
+        transfer_deadline_s=args.transfer_deadline_s,
+    )
+    return config, args

@@ -1,0 +1,274 @@
+"""Continuous batching over a paged pool: rank, admission, growth, preemption. No tensors, no sockets, no own clock.
+
+Every step takes every RUNNING sequence, plus at most one bounded chunk of the best-ranked COMPUTING one. Growth that
+does not fit first revokes the youngest incomplete reservation, then preempts the lowest rank. The best-ranked holder
+of blocks is never a victim, so something always progresses; and a request that could never fit alone is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ..engine.block_pool import BlockPool, BlockTable
+from ..engine.request import finish_reason
+from ..transfer.errors import OutOfBlocks
+from ..transfer.messages import Finish, Reserve
+from .sequence import Key, Sequence, State, Work
+
+PRIORITY_STEP_S = 10.0  # one priority level weighs as much as this much waiting: ageing without a sweep
+HOLDING = (State.RECEIVING, State.COMPUTING, State.RUNNING)
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """`local_tokens`: in local_prefill "auto", prompts missing at most this many tokens are computed here."""
+
+    max_sequences: int = 64
+    max_model_len: int = 1 << 30
+    local_tokens: int = 32
+    transfer_deadline_s: float = 30.0
+
+
+@dataclass
+class Plan:
+    """What one turn decided: whom to tell of an admission, whose reservation was revoked, and what to run."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    revoked: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    batch: list[Work] = field(default_factory=list)
+
+
+class Scheduler:
+    """All sequences of one decode worker. `root_of(cache_salt)` gives the start of a sequence's hash chain."""
+
+    def __init__(
+        self, pool: BlockPool, limits: DecodeLimits, root_of: Callable[[str], bytes], eos_token_ids: frozenset[int]
+    ) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._root_of = root_of
+        self._eos_token_ids = eos_token_ids
+        self._jobs: dict[Key, list[Sequence]] = {}
+        self._arrivals = 0
+        self._reservations = 0
+
+    # --- what there is ---------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for job in self._jobs.values() for sequence in job)
+
+    @property
+    def keys(self) -> set[Key]:
+        return set(self._jobs)
+
+    def in_state(self, *states: State) -> list[Sequence]:
+        """Sequences in any of the states, best rank first."""
+        return sorted((s for s in self if s.state in states), key=lambda s: s.rank)
+
+    def find(self, key: Key) -> list[Sequence]:
+        return list(self._jobs.get(key, ()))
+
+    def receiving(self, key: Key) -> Sequence | None:
+        """The sequence of this attempt that waits for slabs, if there is one."""
+        return next((s for s in self._jobs.get(key, ()) if s.state is State.RECEIVING), None)
+
+    # --- arrival and end -------------------------------------------------------------------------------------
+
+    def refusal(self, message: Reserve) -> str:
+        """Why this request can never run here; empty if it can."""
+        longest = len(message.prompt) + message.params.max_tokens
+        if longest > self._limits.max_model_len:
+            return f"{longest} tokens are more than max_model_len {self._limits.max_model_len}"
+        if self._pool.blocks_for(longest) > self._pool.num_blocks:
+            return f"{longest} tokens are more than the pool's {self._pool.num_blocks * self._pool.block_size}"
+        if len(message.outputs) != len(message.finished):
+            return "outputs and finished differ in length"
+        return ""
+
+    def add(self, message: Reserve, now: float) -> None:
+        """Take a request in. One sequence for all choices at first; one each when they already have tokens."""
+        rank = now - message.age_s + message.priority * PRIORITY_STEP_S
+        root = self._root_of(message.cache_salt)
+        fresh = not any(message.outputs) and not any(message.finished)
+        job: list[Sequence] = []
+        for choice, (output, finished) in enumerate(zip(message.outputs, message.finished, strict=True)):
+            if finished or (fresh and choice > 0):
+                continue
+            self._arrivals += 1
+            job.append(
+                Sequence(
+                    message.request, message.attempt, choice, message.prompt, list(output), message.params,
+                    (rank, self._arrivals, choice), BlockTable(self._pool, root), message.prefill if fresh else "",
+                    message.local_prefill if fresh else "always", message.local_reason,
+                    len(message.outputs) if fresh else 1,
+                )
+            )  # fmt: skip
+        if job:
+            self._jobs[message.request, message.attempt] = job
+
+    def drop(self, key: Key, choice: int | None = None) -> list[Sequence]:
+        """End an attempt, or one choice of it, in whatever state it is. Returns what was ended."""
+        ended = []
+        for sequence in self.find(key):
+            if sequence.num_choices > 1 and choice is not None:  # not split yet: remember it until then
+                sequence.unwanted.add(choice)
+                gone = len(sequence.unwanted) == sequence.num_choices
+            else:
+                gone = choice is None or sequence.choice == choice
+            if gone:
+                self._end(sequence)
+                ended.append(sequence)
+        return ended
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.state = State.FINISHED
+        sequence.table.release()
+        job = self._jobs[sequence.key]
+        job.remove(sequence)
+        if not job:
+            del self._jobs[sequence.key]
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Reservations whose deadline has passed without progress."""
+        return [s for s in self if s.state is State.RECEIVING and now > s.deadline]
+
+    def progress(self, sequence: Sequence, now: float) -> None:
+        """A slab came, or prefill said it is still at it."""
+        sequence.deadline = now + self._limits.transfer_deadline_s
+
+    # --- one turn --------------------------------------------------------------------------------------------
+
+    def plan(self, now: float, chunk_tokens: Callable[[bool], int]) -> Plan:
+        """Decide one step. `chunk_tokens(busy)`: the most tokens of local prefill, with or without RUNNING company."""
+        plan = Plan()
+        for sequence in self.in_state(State.RUNNING):
+            if sequence.state is State.RUNNING:  # it may have fallen victim to a better-ranked one
+                self._grow(sequence, plan)
+        self._admit(now, plan)
+        running = self.in_state(State.RUNNING)
+        plan.batch = [Work(s, s.table.num_computed, 1) for s in running]
+        if computing := self.in_state(State.COMPUTING):
+            first = computing[0]
+            count = min(first.num_missing, chunk_tokens(bool(running)))
+            plan.batch.append(Work(first, first.table.num_computed, count))
+        return plan
+
+    def _grow(self, sequence: Sequence, plan: Plan) -> None:
+        """Room for the KV of the newest token, or the sequence is preempted itself."""
+        needed = sequence.table.num_missing_blocks(len(sequence.tokens))
+        while needed > self._pool.num_available:
+            victim = self._victim()
+            if victim is None:
+                raise AssertionError("the best-ranked sequence does not fit an otherwise empty pool")
+            self._evict(victim, plan)
+            if victim is sequence:
+                return
+        sequence.table.grow(len(sequence.tokens))
+
+    def _victim(self) -> Sequence | None:
+        holders = self.in_state(*HOLDING)[1:]
+        reserved = [s for s in holders if s.state is State.RECEIVING]
+        return reserved[-1] if reserved else holders[-1] if holders else None
+
+    def _evict(self, victim: Sequence, plan: Plan) -> None:
+        if victim.state is State.RECEIVING:
+            plan.revoked.append(victim)
+            self._end(victim)
+        else:
+            plan.preempted.append(victim)
+            victim.table.release()
+            victim.state = State.WAITING
+
+    def _admit(self, now: float, plan: Plan) -> None:
+        """Give blocks to the head of the WAITING queue while they fit. One spare block per holder stays free."""
+        waiting = self.in_state(State.WAITING)
+        holders = len(self.in_state(*HOLDING))
+        for sequence in waiting:
+            if holders >= self._limits.max_sequences:
+                return
+            sequence.table.match_prefix(sequence.tokens)
+            if sequence.table.num_missing_blocks(len(sequence.tokens)) + holders > self._pool.num_available:
+                sequence.table.release()
+                return
+            sequence.table.grow(len(sequence.tokens))
+            self._place(sequence, now, busy=holders > 0)
+            plan.admitted.append(sequence)
+            holders += 1
+
+    def _place(self, sequence: Sequence, now: float, *, busy: bool) -> None:
+        """Who computes what is missing: prefill (RECEIVING) or this worker (COMPUTING)."""
+        short = sequence.num_missing <= self._limits.local_tokens
+        if sequence.announced or sequence.local_prefill == "always":
+            local, reason = True, sequence.local_reason or "resumed"
+        elif sequence.local_prefill == "never" or not sequence.prefill:
+            local, reason = False, ""
+        else:
+            local, reason = short or (sequence.local_prefill == "idle" and not busy), "short"
+            if local and not short:
+                reason = sequence.local_reason or "idle"
+        sequence.local_reason = reason
+        sequence.state = State.COMPUTING if local else State.RECEIVING
+        if not local:
+            self._reservations += 1
+            sequence.reservation = self._reservations
+            self.progress(sequence, now)
+
+    # --- what a step or a handoff brought ------------------------------------------------------------------------
+
+    def computed(self, work: Work) -> None:
+        """The KV of a piece of work is in its blocks."""
+        sequence = work.sequence
+        sequence.table.commit(sequence.tokens, work.start + work.count)
+
+    def received(self, sequence: Sequence) -> None:
+        """All slabs of the prompt are in its blocks."""
+        sequence.table.commit(sequence.tokens, len(sequence.prompt))
+
+    def split(self, sequence: Sequence) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """The prompt's KV is complete: one sequence per choice, sharing its blocks.
+
+        Returns those still wanted, and the (source, target) blocks to copy. A choice whose partial block
+        does not fit goes to WAITING and comes back like a preempted one.
+        """
+        family, copies = [sequence], []
+        for choice in range(1, sequence.num_choices):
+            try:
+                table, copy = sequence.table.fork()
+            except OutOfBlocks:
+                table, copy = sequence.table.sibling(), None
+            twin = Sequence(
+                sequence.request, sequence.attempt, choice, sequence.prompt, list(sequence.output), sequence.params,
+                (*sequence.rank[:2], choice), table, announced=True,
+            )  # fmt: skip
+            twin.state = State.RUNNING if table.blocks else State.WAITING
+            self._jobs[sequence.key].append(twin)
+            family.append(twin)
+            if copy is not None:
+                copies.append(copy)
+        sequence.num_choices = 1
+        sequence.state = State.RUNNING
+        for unwanted in [s for s in family if s.choice in sequence.unwanted]:
+            family.remove(unwanted)
+            self._end(unwanted)
+        return family, copies
+
+    def append(self, sequence: Sequence, token: int) -> Finish:
+        """A new token; the sequence ends here if it is its last. Returns the finish reason, "" while it goes on."""
+        sequence.append(token)
+        finish = finish_reason(sequence.params, sequence.output, self._eos_token_ids)
+        if finish:
+            self._end(sequence)
+        return finish
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between two turns (flag --check-invariants)."""
+        self._pool.check_invariants(s.table.blocks for s in self)
+        for sequence in self:
+            assert (sequence.state in HOLDING) == bool(sequence.table.blocks), f"{sequence.key} {sequence.state}"
+            assert sequence.table.num_computed <= len(sequence.tokens)
+            if sequence.state is State.RECEIVING:
+                assert min(sequence.deadline, sequence.reservation) > 0, "a reservation without a deadline"
+            if sequence.state is State.RUNNING:
+                assert sequence.num_missing == 1, f"{sequence.key} runs with {sequence.num_missing} tokens missing"

@@ -1,0 +1,76 @@
+"""One choice of one request, as the decode pool holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..engine.block_pool import BlockTable
+from ..transfer.messages import LocalPrefill, SamplingParams
+
+Key = tuple[str, int]  # (request id, attempt)
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    COMPUTING = "computing"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` is prompt + output. Only the scheduler changes `state`, `table` and the token lists.
+
+    `num_choices` > 1 until the prompt's KV is complete: the choices that still stand for themselves in this one.
+    `rank`: smaller goes first; fixed at arrival and kept across preemption.
+    """
+
+    request: str
+    attempt: int
+    choice: int
+    prompt: list[int]
+    output: list[int]
+    params: SamplingParams
+    rank: tuple[float, int, int]
+    table: BlockTable
+    prefill: str = ""
+    local_prefill: LocalPrefill = "always"
+    local_reason: str = ""
+    num_choices: int = 1
+    unwanted: set[int] = field(default_factory=set)  # choices cancelled before they stood for themselves
+    reservation: int = 0
+    announced: bool = False  # the gateway has been told of the reservation
+    deadline: float = 0.0
+    state: State = State.WAITING
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.prompt + self.output
+
+    @property
+    def key(self) -> Key:
+        return self.request, self.attempt
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV is not there yet; 1 for a sequence that is simply decoding."""
+        return len(self.tokens) - self.table.num_computed
+
+    def append(self, token: int) -> None:
+        self.output.append(token)
+        self.tokens.append(token)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Run `count` tokens of `sequence` from position `start`; `samples` when that reaches its last token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == len(self.sequence.tokens)

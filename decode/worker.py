@@ -1,0 +1,425 @@
+"""The decode worker: one loop that receives what has arrived, schedules, runs one step, and sends what came of it.
+
+The loop's thread owns the model, the pool and every sequence. While a step runs, the hook between two layers looks at
+the control sockets too, so a cancel or a heartbeat never waits for a long chunk; everything but a cancel is kept for
+the loop's next turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+import torch
+import zmq
+
+from ..engine.block_pool import root_key
+from ..engine.metrics import WorkerMetrics
+from ..engine.runner import Chunk, Runner
+from ..engine.sampler import SampleRow, sample
+from ..engine.setup import Engine
+from ..transfer.channel import FrameCounts, Received
+from ..transfer.errors import StepCancelled, TransferError
+from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
+from ..transfer.messages import (
+    Abort,
+    Cancel,
+    Failed,
+    Finish,
+    Gone,
+    Handoff,
+    Message,
+    PeerHeartbeat,
+    Register,
+    Reserve,
+    Reserved,
+    Slab,
+    Tokens,
+    WorkerHeartbeat,
+)
+from ..transfer.receiver import Receiver
+from .config import DecodeConfig
+from .intake import Intake, worker_of
+from .scheduler import DecodeLimits, Plan, Scheduler
+from .sequence import Key, Sequence, State, Work
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 50
+PUMP_EVERY_S = 0.004
+BUSY_INTAKE_BYTES = 16 * 1024 * 1024
+IDLE_INTAKE_BYTES = 256 * 1024 * 1024
+NAN_TOKEN = -1
+
+
+class DecodeWorker:
+    """One decode process. `run` returns after `stop`."""
+
+    def __init__(self, config: DecodeConfig, engine: Engine, host: str) -> None:
+        self._config = config
+        self._host = host
+        self._engine = engine
+        self._layout = engine.model.layout
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._frames = FrameCounts()
+        self._metrics = WorkerMetrics()
+        limits = DecodeLimits(
+            config.max_sequences, engine.model.max_model_len, config.local_tokens, config.transfer_deadline_s
+        )
+        self._scheduler = Scheduler(engine.pool, limits, self._root_of, engine.model.eos_token_ids)
+        self._receiver = Receiver(self._layout)
+        self._runner = Runner(engine.model, engine.cache, self._between_layers)
+        self._intake = Intake(
+            self._context, config.bulk_address, config.peer_address, self._layout, self._frames
+        )
+        self._members = Membership(
+            self._context, config.worker.name, config.worker.gateways, self._frames, config.worker.death_bound_s
+        )
+        self._inbox: deque[tuple[GatewayTie, Message]] = deque()
+        self._pumped_at = 0.0
+        self._step: list[Work] = []
+        self._items: dict[GatewayTie, list[tuple[str, int, int, int, int, Finish]]] = defaultdict(list)
+        self._chunk_token_s = 0.0  # measured cost of one token of local prefill
+        self._ready = False
+        self._stopping = False
+
+    def _root_of(self, cache_salt: str) -> bytes:
+        return root_key(self._layout.fingerprint, self._layout.dtype, cache_salt)
+
+    def stop(self) -> None:
+        """Ask the loop to end after its turn (signal-safe)."""
+        self._stopping = True
+
+    # --- the loop --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises RegistrationRefused when a gateway says no for good."""
+        self._warm_up()
+        try:
+            while not self._stopping:
+                self._receive()
+                plan = self._scheduler.plan(time.monotonic(), self._chunk_tokens)
+                self._announce(plan)
+                if plan.batch:
+                    self._run_step(plan.batch)
+                self._send()
+                if self._config.worker.check_invariants:
+                    self._check_invariants()
+                if not plan.batch:
+                    self._wait()
+        finally:
+            self._members.close()
+            self._intake.close()
+            self._context.destroy(linger=200)
+
+    def _warm_up(self) -> None:
+        """Decode one token for real before anybody is told that this worker is ready."""
+        blocks = self._engine.pool.allocate(1)
+        self._runner.forward([Chunk([0], 0, blocks, True)])
+        self._engine.pool.release(blocks)
+        self._ready = True
+
+    def _receive(self) -> None:
+        self._pump()
+        while self._inbox:
+            tie, message = self._inbox.popleft()
+            match message:
+                case Reserve():
+                    self._reserve(tie, message)
+                case _:
+                    self._frames.drop("unexpected")
+        busy = any(s.state is State.RUNNING for s in self._scheduler)
+        for received in self._intake.poll_bulk(BUSY_INTAKE_BYTES if busy else IDLE_INTAKE_BYTES):
+            self._take(received)
+        for sequence in self._scheduler.expired(time.monotonic()):
+            self._fail(sequence.key, "transfer_deadline", "no slab came in time", retryable=True)
+
+    def _wait(self) -> None:
+        """Sleep until a socket has something, or something is due."""
+        poller = zmq.Poller()
+        for socket in (*self._members.sockets, *self._intake.sockets):
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(IDLE_WAIT_MS)
+
+    def _between_layers(self, layer: int) -> None:
+        if time.monotonic() - self._pumped_at < PUMP_EVERY_S:
+            return
+        self._pump()
+        if self._step and all(work.sequence.state is State.FINISHED for work in self._step):
+            raise StepCancelled
+
+    def _pump(self) -> None:
+        """Control messages: cancels take effect now, heartbeats go out, the rest waits in the inbox."""
+        for tie, event in self._members.poll():
+            match event:
+                case Cancel(request=request, attempt=attempt, choice=choice):
+                    self._drop((request, attempt), choice)
+                case Unwanted(attempt=key):
+                    self._drop(key)
+                case GatewayLost():
+                    self._inbox = deque(entry for entry in self._inbox if entry[0] is not tie)
+                    for key in self._members.owned_by(tie):
+                        self._drop(key)
+                case Gone(request=request, attempt=attempt):
+                    self._drop((request, attempt))
+                case Reserve(request=request, attempt=attempt) as message:
+                    self._members.owner[request, attempt] = tie
+                    self._inbox.append((tie, message))
+                case message:
+                    self._inbox.append((tie, message))
+        for identity, heartbeat in self._intake.poll_control(self._members.worker):
+            self._heard_from_peer(identity, heartbeat)
+        self._members.tick(self._registration, self._heartbeat)
+        self._intake.send_credits()
+        self._pumped_at = time.monotonic()
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def _reserve(self, tie: GatewayTie, message: Reserve) -> None:
+        key = message.request, message.attempt
+        if self._members.owner.get(key) is not tie:
+            return  # cancelled while it stood in the inbox
+        if self._scheduler.find(key):
+            self._frames.drop("repeated")
+            return
+        for older in [k for k in self._scheduler.keys if k[0] == message.request and k[1] < message.attempt]:
+            self._drop(older)
+        if reason := self._scheduler.refusal(message):
+            self._fail(key, "too_long", reason, retryable=False)
+            return
+        self._scheduler.add(message, time.monotonic())
+        if not self._scheduler.find(key):
+            self._forget(key)
+
+    def _announce(self, plan: Plan) -> None:
+        """Tell the gateways what the plan decided."""
+        for _ in plan.preempted:
+            self._metrics.preemptions.labels("recompute").inc()
+        for sequence in plan.revoked:
+            self._receiver.forget(*sequence.key)
+            self._fail(sequence.key, "revoked", "its reservation was needed by running sequences", retryable=True)
+        for sequence in plan.admitted:
+            held = sequence.table.num_computed
+            self._metrics.prefix_cached_tokens.inc(held)
+            local = sequence.state is State.COMPUTING
+            if local:
+                self._metrics.local_prefill.labels(sequence.local_reason).inc()
+            else:
+                self._receiver.expect(
+                    *sequence.key, sequence.reservation, sequence.prefill, held, len(sequence.prompt)
+                )
+            if not sequence.announced:
+                for sibling in self._scheduler.find(sequence.key):
+                    sibling.announced = True
+                answer = Reserved(
+                    *sequence.key, sequence.reservation, held, local,
+                    sequence.local_reason, self._config.transfer_deadline_s,
+                )  # fmt: skip
+                self._members.send(sequence.key, answer)
+
+    def _drop(self, key: Key, choice: int | None = None) -> None:
+        """Let go of an attempt, or of one of its choices, whatever it is doing."""
+        self._scheduler.drop(key, choice)
+        if not self._scheduler.find(key):
+            self._forget(key)
+            self._members.hasten_heartbeat()
+
+    def _forget(self, key: Key) -> None:
+        self._receiver.forget(*key)
+        self._members.owner.pop(key, None)
+
+    def _fail(self, key: Key, reason: str, detail: str, *, retryable: bool) -> None:
+        log.warning("%s attempt %d failed here: %s (%s)", *key, reason, detail)
+        self._members.send(key, Failed(*key, reason, detail[:4000], retryable))
+        self._drop(key)
+
+    # --- slabs -----------------------------------------------------------------------------------------------
+
+    def _take(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, Slab | Handoff | Abort)
+        key = message.request, message.attempt
+        sequence = self._scheduler.receiving(key)
+        sender = worker_of(received.sender)
+        if isinstance(message, Abort):
+            if sequence is not None and sequence.reservation == message.reservation and sequence.prefill == sender:
+                self._fail(key, "prefill_aborted", message.reason, retryable=True)
+            return
+        entry = self._receiver.find(message, sender)
+        if sequence is None or entry is None:
+            self._frames.drop("unknown_reservation")
+            self._intake.tell_gone(received.sender, *key)
+            return
+        try:
+            if isinstance(message, Slab):
+                assert received.payload is not None
+                self._receiver.check(entry, message, received.payload)
+                self._engine.cache.scatter(
+                    message.layer, sequence.table.blocks, message.first_token, message.num_tokens, received.payload
+                )
+                self._receiver.taken(entry, message, received.payload.nbytes)
+                self._metrics.transfer_bytes.labels("zmq").inc(received.payload.nbytes)
+                self._scheduler.progress(sequence, time.monotonic())
+            else:
+                self._hand_over(sequence, message, self._receiver.complete(entry))
+        except TransferError as error:
+            self._frames.drop(error.reason)
+            self._intake.tell_gone(received.sender, *key)
+            self._fail(key, error.reason, str(error), retryable=True)
+
+    def _hand_over(self, sequence: Sequence, message: Handoff, elapsed_s: float) -> None:
+        """The prompt's KV is whole: every choice starts from the token prefill sampled for it."""
+        if len(message.tokens) != sequence.num_choices:
+            raise TransferError("bad_handoff", f"{len(message.tokens)} tokens for {sequence.num_choices} choices")
+        self._metrics.transfer_seconds.observe(elapsed_s)
+        self._scheduler.received(sequence)
+        self._start(sequence, message.tokens)
+
+    def _start(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Split into choices and give each its first token (`tokens` in choice order)."""
+        first = sequence.choice
+        family, copies = self._scheduler.split(sequence)
+        for source, target in copies:
+            self._engine.cache.copy_block(source, target)
+        for member in family:
+            self._append(member, tokens[member.choice - first])
+
+    def _heard_from_peer(self, identity: str, heartbeat: PeerHeartbeat) -> None:
+        """Prefill lists what it is working on: that is progress. What we do not know it must stop."""
+        now = time.monotonic()
+        for key in heartbeat.live:
+            if (sequence := self._scheduler.receiving(key)) is not None and sequence.prefill == heartbeat.worker:
+                self._scheduler.progress(sequence, now)
+            elif key not in self._members.owner:
+                self._intake.tell_gone(identity, *key)
+        live = [s.key for s in self._scheduler if s.state is State.RECEIVING and s.prefill == heartbeat.worker]
+        self._intake.heartbeat(identity, self._members.worker, live)
+
+    # --- one step --------------------------------------------------------------------------------------------
+
+    def _chunk_tokens(self, busy: bool) -> int:
+        """Tokens of local prefill in one step: beside running sequences what the ITL budget affords."""
+        if not busy:
+            return self._config.worker.chunk_tokens
+        if self._chunk_token_s == 0.0:
+            return self._engine.pool.block_size
+        affordable = int(self._config.itl_budget_ms / 1e3 / self._chunk_token_s)
+        return max(self._engine.pool.block_size, min(self._config.worker.chunk_tokens, affordable))
+
+    def _run_step(self, batch: list[Work]) -> None:
+        started = time.monotonic()
+        self._step = batch
+        try:
+            logits = self._runner.forward(
+                [
+                    Chunk(w.sequence.tokens[w.start : w.start + w.count], w.start, w.sequence.table.blocks, w.samples)
+                    for w in batch
+                ]
+            )
+        except StepCancelled:
+            return
+        finally:
+            self._step = []
+        self._measure(batch, time.monotonic() - started)
+        sampling = [w for w in batch if w.samples]
+        alive = [w for w in batch if w.sequence.state in (State.RUNNING, State.COMPUTING)]
+        for work in alive:
+            self._scheduler.computed(work)
+        self._sample(logits, sampling)
+
+    def _measure(self, batch: list[Work], elapsed_s: float) -> None:
+        tokens = sum(w.count for w in batch)
+        self._metrics.step_seconds.observe(elapsed_s)
+        self._metrics.computed_tokens.inc(tokens)
+        if (chunk := batch[-1].count) > 1:
+            cost = elapsed_s / tokens if len(batch) == 1 else elapsed_s / (chunk + len(batch))
+            self._chunk_token_s = cost if not self._chunk_token_s else 0.8 * self._chunk_token_s + 0.2 * cost
+
+    def _sample(self, logits: torch.Tensor, sampling: list[Work]) -> None:
+        """Pick the next token of every choice that ran its last one. `logits`: [len(sampling), vocab]."""
+        wanted = [(i, w.sequence) for i, w in enumerate(sampling) if w.sequence.state is not State.FINISHED]
+        rows: list[SampleRow] = []
+        index: list[int] = []
+        for i, s in wanted:
+            for choice in range(s.choice, s.choice + s.num_choices):
+                rows.append(SampleRow(s.params, s.prompt, s.output, choice))
+                index.append(i)
+        if not rows:
+            return
+        picked = logits if index == list(range(logits.shape[0])) else logits[index]
+        tokens = sample(picked, rows, self._engine.model.eos_token_ids)
+        position = 0
+        for _, sequence in wanted:
+            mine = tokens[position : position + sequence.num_choices]
+            position += sequence.num_choices
+            if NAN_TOKEN in mine:
+                self._fail(sequence.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
+            elif sequence.state is State.COMPUTING:
+                self._start(sequence, mine)
+            elif sequence.state is State.RUNNING:
+                self._append(sequence, mine[0])
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        tie = self._members.owner.get(sequence.key)
+        index = len(sequence.output)
+        finish = self._scheduler.append(sequence, token)
+        if tie is not None:
+            self._items[tie].append((*sequence.key, sequence.choice, index, token, finish))
+        if finish and not self._scheduler.find(sequence.key):
+            self._forget(sequence.key)
+            self._members.hasten_heartbeat()
+
+    # --- what goes out ---------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        for tie, items in self._items.items():
+            tie.send(Tokens(items))
+        self._items.clear()
+        self._members.tick(self._registration, self._heartbeat)
+        self._intake.send_credits()
+
+    def _registration(self) -> Register:
+        bulk, control = self._intake.addresses
+        return Register(
+            worker=self._members.worker,
+            role="decode",
+            model=self._config.worker.engine.served_model_name,
+            layout=self._layout,
+            host=self._host,
+            bulk_address=self._config.advertise(bulk),
+            peer_address=self._config.advertise(control),
+            links=["zmq"],
+            block_size=self._engine.pool.block_size,
+            num_blocks=self._engine.pool.num_blocks,
+            max_model_len=self._engine.model.max_model_len,
+            max_sequences=self._config.max_sequences,
+            pid=os.getpid(),
+        )
+
+    def _heartbeat(self, tie: GatewayTie) -> WorkerHeartbeat:
+        states = [s.state for s in self._scheduler]
+        counts = self._engine.pool.counts
+        return WorkerHeartbeat(
+            seen_seq=tie.seen_seq,
+            live=sorted(self._members.owned_by(tie)),
+            ready=self._ready,
+            free_blocks=counts.free + counts.cached,
+            held_blocks=counts.held,
+            running=sum(state in (State.RUNNING, State.COMPUTING) for state in states),
+            waiting=sum(state is State.WAITING for state in states),
+            queued_tokens=_missing_tokens(self._scheduler),
+            links=[],
+            metrics=self._metrics.snapshot(self._engine.pool, self._frames),
+        )
+
+    def _check_invariants(self) -> None:
+        self._scheduler.check_invariants()
+        waiting_inbox = {(m.request, m.attempt) for _, m in self._inbox if isinstance(m, Reserve)}
+        assert self._scheduler.keys | waiting_inbox == set(self._members.owner), "owners and sequences differ"
+
+
+def _missing_tokens(sequences: Iterable[Sequence]) -> int:
+    return sum(s.num_missing for s in sequences if s.state in (State.WAITING, State.COMPUTING))

@@ -1,0 +1,99 @@
+"""What the three launch scripts share: common flags, logging, exit codes, pinning. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from ..transfer.errors import ConfigError, RegistrationRefused
+
+EXIT_CONFIG = 2
+EXIT_REFUSED = 3
+PR_SET_PDEATHSIG = 1
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def package_version() -> str:
+    """The installed version, or that of the source tree it runs from."""
+    try:
+        return version("pdserve")
+    except PackageNotFoundError:
+        return "0.1.0+source"
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def setup_logging(level: str, as_json: bool) -> None:
+    """Log to stderr, as text or one JSON object a line."""
+    handler = logging.StreamHandler(sys.stderr)
+    if as_json:
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags every process has."""
+    parser.add_argument("--version", action="version", version=f"pdserve {package_version()}")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--insecure", action="store_true", help="allow unencrypted addresses beyond this machine")
+    parser.add_argument("--exit-with-parent", action="store_true", help="die when the starting process dies (Linux)")
+
+
+def exit_with_parent() -> None:
+    """Ask Linux to send SIGTERM to this process when the one that started it dies; elsewhere do nothing."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the request was in place
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def pin_to_cpu(cpu: int | None) -> None:
+    """Bind this process, threads started later included, to one core. Raises ConfigError if it is not ours."""
+    if cpu is None:
+        return
+    allowed = os.sched_getaffinity(0)
+    if cpu not in allowed:
+        raise ConfigError(f"--cpu {cpu} is not one of the cores this process may use: {sorted(allowed)}")
+    os.sched_setaffinity(0, {cpu})
+
+
+def run_main(program: str, main: Callable[[], None]) -> int:
+    """Run `main` and map what it raises to an exit code, with one line on stderr.
+
+    0 clean (also after SIGINT), 2 ConfigError, 3 RegistrationRefused. Anything else is a bug and keeps its traceback.
+    """
+    try:
+        main()
+    except ConfigError as error:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    except RegistrationRefused as error:
+        print(f"{program}: refused: {error}", file=sys.stderr, flush=True)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return 0
+    return 0

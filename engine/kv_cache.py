@@ -1,0 +1,115 @@
+"""The paged KV cache of one worker: its tensors, how large they may be, and slabs in and out of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import cache_ops
+from ..transfer.errors import ConfigError
+from ..transfer.layout import KVLayout
+from .memory import available_memory_bytes
+
+DEFAULT_LIMIT_BYTES = 2 * 1024**3
+DEFAULT_SHARE = 0.15
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class KVCache:
+    """Blocks of KV for every layer. Which block belongs to whom is the block pool's business, not known here."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: str | torch.device = "cpu") -> None:
+        assert num_blocks > 0
+        assert block_size > 0
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        dtype = TORCH_DTYPES[layout.dtype]
+        self.keys: list[Tensor] = []  # per layer [num_blocks, block_size, kv_heads, k_head_dim]
+        self.values: list[Tensor] = []  # per layer [num_blocks, block_size, kv_heads, v_head_dim]
+        for shape in layout.layers:
+            for caches, head_dim in ((self.keys, shape.k_head_dim), (self.values, shape.v_head_dim)):
+                size = (num_blocks, block_size, shape.kv_heads, head_dim)
+                caches.append(torch.zeros(size, dtype=dtype, device=self.device))
+
+    def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
+        """Where tokens first_token .. first_token + num_tokens - 1 of a sequence lie: [num_tokens] int64."""
+        first_block = first_token // self.block_size
+        last_block = (first_token + num_tokens + self.block_size - 1) // self.block_size
+        assert num_tokens > 0, "an empty token range"
+        assert last_block <= len(blocks), f"{len(blocks)} blocks do not cover token {first_token + num_tokens - 1}"
+        table = torch.tensor(blocks[first_block:last_block], dtype=torch.int64)
+        slots = (table[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+        skipped = first_token - first_block * self.block_size
+        return slots[skipped : skipped + num_tokens].to(self.device)
+
+    def gather(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
+        """Copy a token range of one layer into a fresh buffer, in the canonical slab layout.
+
+        `blocks` is the sequence's block table from its first token on.
+        """
+        slots = self._slots(blocks, first_token, num_tokens)
+        slab = cache_ops.gather(self.keys[layer], self.values[layer], slots)
+        return slab.cpu().numpy().data
+
+    def scatter(
+        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        """Copy a slab into the blocks of a token range of one layer. The payload has the right size."""
+        assert payload.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "a slab of the wrong size"
+        slots = self._slots(blocks, first_token, num_tokens)
+        cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy all layers of one block onto another."""
+        for cache in (*self.keys, *self.values):
+            cache[target].copy_(cache[source])
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like "512M", "2G", "1.5GiB" or "1048576"; units are powers of 1024. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE | re.ASCII)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size <= 0:
+        raise ConfigError(f"{text!r} is not a memory size; write for example 512M or 2G")
+    return size
+
+
+def _readable(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.2f} GiB" if size_bytes >= 1024**3 else f"{size_bytes / 1024**2:.1f} MiB"
+
+
+def plan_num_blocks(
+    layout: KVLayout,
+    block_size: int,
+    kv_blocks: int | None,
+    kv_memory_bytes: int | None,
+    device: str | torch.device,
+) -> int:
+    """How many blocks the cache gets: as asked, or the lesser of 2 GiB and 15 % of what is available.
+
+    Raises ConfigError when that is more than the device, or this process's cgroup, has left.
+    """
+    if kv_blocks is not None and kv_memory_bytes is not None:
+        raise ConfigError("give --kv-blocks or --kv-memory, not both")
+    available_bytes = available_memory_bytes(torch.device(device))
+    block_bytes = layout.bytes_per_token * block_size
+    if kv_blocks is not None:
+        num_blocks, asked = kv_blocks, f"--kv-blocks {kv_blocks}"
+    elif kv_memory_bytes is not None:
+        num_blocks, asked = kv_memory_bytes // block_bytes, "--kv-memory"
+    else:
+        num_blocks, asked = int(min(DEFAULT_LIMIT_BYTES, available_bytes * DEFAULT_SHARE)) // block_bytes, "the default"
+    if num_blocks < 1:
+        raise ConfigError(f"{asked} leaves no room for a single KV block of {_readable(block_bytes)}")
+    if num_blocks * block_bytes > available_bytes:
+        raise ConfigError(
+            f"{asked} needs {_readable(num_blocks * block_bytes)} for KV, but {_readable(available_bytes)} is available"
+        )
+    return num_blocks

@@ -1,0 +1,117 @@
+"""`Runner`: a batch of chunks in, logits out. Both pools drive the model through this and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention import AttentionBatch, paged_attention
+from ..kernels.cache_ops import write_kv
+from .hook import AttentionCall, install
+from .kv_cache import KVCache
+from .model import LoadedModel
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence to run now."""
+
+    token_ids: Sequence[int]
+    start: int  # position of the first of them; the KV of all earlier positions is in `blocks`
+    blocks: Sequence[int]  # the sequence's block table, covering at least start + len(token_ids) tokens
+    sample: bool  # whether the logits after the last token are wanted
+
+
+def _ignore_layer(layer: int) -> None:
+    """The default `on_layer`."""
+
+
+class Runner:
+    """Runs one model over one paged cache.
+
+    `on_layer(layer)` is called during `forward` as soon as that layer's KV of the whole step is in the cache; what it
+    raises comes out of `forward` unchanged. The runner keeps nothing of an aborted step: its tokens may be run again.
+    """
+
+    def __init__(self, model: LoadedModel, cache: KVCache, on_layer: Callable[[int], None] = _ignore_layer) -> None:
+        assert model.layout == cache.layout, "the cache was built for another model"
+        self.model = model
+        self.cache = cache
+        self.on_layer = on_layer
+        self._batch: AttentionBatch | None = None
+        self._layer = 0
+        install(model.module, self._attend)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:  # [chunks with sample, vocab] float32
+        """Run the chunks as one batch, writing their KV, and return the logits after those that sample, in order.
+
+        Chunks are of different sequences. Raises whatever `on_layer` raises.
+        """
+        assert chunks, "a step needs at least one chunk"
+        device = self.cache.device
+        self._batch = build_batch(chunks, self.cache.block_size, device)
+        self._layer = 0
+        token_ids: list[int] = []
+        positions: list[int] = []
+        last_positions: list[int] = []  # within the flattened batch
+        for chunk in chunks:
+            token_ids += chunk.token_ids
+            positions += range(chunk.start, chunk.start + len(chunk.token_ids))
+            if chunk.sample:
+                last_positions.append(len(token_ids) - 1)
+        try:
+            output = self.model.module(
+                input_ids=torch.tensor([token_ids], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(last_positions, dtype=torch.int64, device=device),
+            )
+        finally:
+            self._batch = None
+        assert self._layer == self.cache.layout.num_layers, "the model skipped a layer's attention"
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    def _attend(self, call: AttentionCall) -> Tensor:
+        assert self._batch is not None, "attention outside of a step"
+        layer = self._layer
+        k_cache, v_cache = self.cache.keys[layer], self.cache.values[layer]
+        write_kv(k_cache, v_cache, call.k, call.v, self._batch.slots)
+        self.on_layer(layer)
+        self._layer = layer + 1
+        return paged_attention(
+            call.q,
+            k_cache,
+            v_cache,
+            self._batch,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+
+def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> AttentionBatch:
+    """Flatten the chunks: where each token is written, and what each sequence reads."""
+    query_lens = [len(chunk.token_ids) for chunk in chunks]
+    context_lens = [chunk.start + query_len for chunk, query_len in zip(chunks, query_lens, strict=True)]
+    used = [(context_len + block_size - 1) // block_size for context_len in context_lens]
+    tables = torch.zeros(len(chunks), max(used), dtype=torch.int64)
+    slots = []
+    for row, (chunk, num_blocks) in enumerate(zip(chunks, used, strict=True)):
+        assert query_lens[row] > 0, "an empty chunk"
+        assert len(chunk.blocks) >= num_blocks, f"{len(chunk.blocks)} blocks for {context_lens[row]} tokens"
+        tables[row, :num_blocks] = torch.tensor(chunk.blocks[:num_blocks], dtype=torch.int64)
+        positions = torch.arange(chunk.start, context_lens[row])
+        slots.append(tables[row, positions // block_size] * block_size + positions % block_size)
+    return AttentionBatch(
+        slots=torch.cat(slots).to(device),
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=tables.to(device),
+        block_size=block_size,
+    )

@@ -1,0 +1,104 @@
+"""From command-line flags to a loaded engine: what prefill and decode workers set up in the same way."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..transfer.errors import ConfigError
+from .block_pool import BlockPool
+from .checkpoint import fingerprint, resolve, served_name
+from .kv_cache import KVCache, parse_size, plan_num_blocks
+from .model import LoadedModel, load_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Which model runs, on what, and with how much KV."""
+
+    model: str
+    served_model_name: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    block_size: int = 16
+    kv_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    model: LoadedModel
+    cache: KVCache
+    pool: BlockPool
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="directory, .gguf file, hub id, or `demo`")
+    parser.add_argument("--served-model-name", help="name in the API (default: the directory's name, or `demo`)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default=EngineConfig.dtype)
+    parser.add_argument("--device", default=EngineConfig.device)
+    parser.add_argument("--block-size", type=int, default=EngineConfig.block_size, help="tokens per KV block")
+    parser.add_argument("--kv-blocks", type=int, help="KV blocks in the pool")
+    parser.add_argument("--kv-memory", help="memory for the KV pool, such as 512M or 2G (if --kv-blocks is absent)")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the model's)")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Check and freeze what `add_engine_arguments` parsed. Raises ConfigError."""
+    if not 1 <= args.block_size <= 4096:
+        raise ConfigError(f"--block-size {args.block_size} is not between 1 and 4096")
+    for flag, value in (("--kv-blocks", args.kv_blocks), ("--max-model-len", args.max_model_len)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value} is not a positive number")
+    return EngineConfig(
+        model=args.model,
+        served_model_name=args.served_model_name or served_name(args.model),
+        dtype=args.dtype,
+        device=args.device,
+        block_size=args.block_size,
+        kv_blocks=args.kv_blocks,
+        kv_memory_bytes=parse_size(args.kv_memory) if args.kv_memory else None,
+        max_model_len=args.max_model_len,
+        prefix_caching=not args.no_prefix_caching,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and set its KV pool up. Raises ConfigError for whatever cannot work."""
+    if config.device == "cpu":
+        torch.set_num_threads(1)  # one pinned thread per worker: OpenMP barriers across busy cores cost milliseconds
+    path: Path = resolve(config.model)
+    model = load_model(
+        path,
+        fingerprint=fingerprint(path),
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        trust_remote_code=config.trust_remote_code,
+    )
+    num_blocks = plan_num_blocks(
+        model.layout, config.block_size, config.kv_blocks, config.kv_memory_bytes, config.device
+    )
+    pool = BlockPool(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    cache = KVCache(model.layout, num_blocks, config.block_size, config.device)
+    log.info(
+        "loaded %s: %d layers, %d KV blocks of %d tokens (%.0f MB), context %d",
+        config.served_model_name,
+        model.layout.num_layers,
+        num_blocks,
+        config.block_size,
+        num_blocks * config.block_size * model.layout.bytes_per_token / 1e6,
+        model.max_model_len,
+    )
+    return Engine(model, cache, pool)

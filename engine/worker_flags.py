@@ -1,0 +1,67 @@
+"""Flags that prefill and decode workers share, checked and frozen."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+
+from ..transfer.channel import check_exposed
+from ..transfer.errors import ConfigError
+from .config import add_common_arguments
+from .setup import EngineConfig, add_engine_arguments, engine_config
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Who a worker is, whom it serves, and how it takes its turns."""
+
+    name: str
+    gateways: tuple[str, ...]
+    engine: EngineConfig
+    chunk_tokens: int = 256
+    death_bound_s: float = 5.0
+    cpu: int | None = None
+    check_invariants: bool = False
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_arguments(parser)
+    add_engine_arguments(parser)
+    parser.add_argument("--gateway", action="append", required=True, help="control address of a gateway (repeatable)")
+    parser.add_argument("--name", required=True, help="unique name of this worker")
+    parser.add_argument("--chunk-tokens", type=int, default=WorkerConfig.chunk_tokens, help="prompt tokens in one step")
+    parser.add_argument("--death-bound-s", type=float, default=WorkerConfig.death_bound_s)
+    parser.add_argument("--link", choices=("auto", "zmq"), default="auto", help="how KV moves")
+    parser.add_argument("--cpu", type=int, help="pin to this core")
+    parser.add_argument("--check-invariants", action="store_true", help="prove the block states every step")
+
+
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError for a flag that is not above zero."""
+    for name in names:
+        value = vars(args)[name]
+        if not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is not above zero")
+
+
+def worker_config(args: argparse.Namespace) -> WorkerConfig:
+    """What `add_worker_arguments` parsed. Raises ConfigError."""
+    if not NAME_PATTERN.fullmatch(args.name):
+        raise ConfigError(f"--name {args.name!r} must be 1-64 letters, digits, dots, dashes or underscores")
+    require_positive(args, "chunk_tokens", "death_bound_s")
+    for address in args.gateway:
+        if not re.fullmatch(r"(ipc://.+|tcp://.+:\d{1,5})", address):
+            raise ConfigError(f"--gateway {address} is not of the form ipc://PATH or tcp://HOST:PORT")
+        check_exposed(address, args.insecure)
+    return WorkerConfig(
+        name=args.name,
+        gateways=tuple(args.gateway),
+        engine=engine_config(args),
+        chunk_tokens=args.chunk_tokens,
+        death_bound_s=args.death_bound_s,
+        cpu=args.cpu,
+        check_invariants=args.check_invariants,
+    )

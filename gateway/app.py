@@ -1,0 +1,186 @@
+"""The HTTP surface: which path is answered by what."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ..engine.config import package_version
+from ..transfer.messages import MAX_TOKENS_IN_REQUEST, Family
+from .asgi import RequestIds
+from .errors import ApiError, model_not_found
+from .generate import Frontend, Generate
+from .membership import ModelIdentity
+from .metrics import printable
+from .parsed_request import ModelLimits
+from .parsing import parse_chat, parse_completion
+from .pool import Pool
+from .request import failed, unavailable
+from .worker import Worker
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class LimitsInForce:
+    """What requests may ask for, from the workers registered now; while there are none, what was true last."""
+
+    def __init__(self, pool: Pool, names: tuple[str, ...], max_model_len: int | None) -> None:
+        self._pool = pool
+        self._max_model_len = max_model_len or MAX_TOKENS_IN_REQUEST
+        self._last = ModelLimits(names, self._max_model_len, self._max_model_len)
+
+    def __call__(self) -> ModelLimits:
+        decode = list(self._pool.by_role("decode"))
+        if decode:
+            longest = min(w.register.max_model_len for w in self._pool.workers.values())
+            self._last = ModelLimits(
+                self._last.names, min(longest, self._max_model_len), max(w.capacity_tokens for w in decode)
+            )
+        return self._last
+
+
+def reports(pool: Pool) -> Iterable[tuple[str, str, list[Family]]]:
+    """(name, role, metric families) of every worker."""
+    for worker in pool.workers.values():
+        if worker.heartbeat is not None:
+            yield worker.name, worker.register.role, [f for f in worker.heartbeat.metrics if printable(f)]
+
+
+@dataclass(frozen=True)
+class App:
+    """Everything behind the routes."""
+
+    identity: ModelIdentity
+    pool: Pool
+    frontend: Frontend
+    started_at: int
+
+    def build(self) -> ASGIApp:
+        app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", Generate(self.frontend, parse_chat), methods=["POST"]),
+                Route("/v1/completions", Generate(self.frontend, parse_completion), methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
+                Route("/health", self.health),
+                Route("/ready", self.ready),
+                Route("/version", self.version),
+                Route("/metrics", self.metrics),
+                Route("/pools", self.pools),
+            ],
+            exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_fault},
+        )
+        return RequestIds(app)
+
+    async def health(self, _: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _: HttpRequest) -> Response:
+        if not self.frontend.dispatcher.can_serve:
+            raise unavailable("No set of workers that could serve is up.", "no_worker")
+        return JSONResponse({"status": "ready"})
+
+    async def version(self, _: HttpRequest) -> Response:
+        return JSONResponse({"version": package_version()})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        return Response(self.frontend.metrics.page(), media_type=METRICS_TYPE)
+
+    async def models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.identity.names]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        name: str = request.path_params["name"]
+        if name not in self.identity.names:
+            raise model_not_found(name)
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> dict[str, object]:
+        known = any(self.pool.by_role("decode"))
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started_at,
+            "owned_by": "pdserve",
+            "root": self.identity.path,
+            "max_model_len": self.frontend.limits().max_model_len if known else None,
+        }
+
+    async def pools(self, _: HttpRequest) -> Response:
+        now = time.monotonic()
+        workers = sorted(self.pool.workers.values(), key=lambda w: (w.register.role, w.name))
+        return JSONResponse(
+            {
+                "gateway": self.pool.gateway_id,
+                "control_address": self.pool.address,
+                "queued": len(self.frontend.dispatcher.queue),
+                "workers": [describe(worker, now) for worker in workers],
+            }
+        )
+
+
+def describe(worker: Worker, now: float) -> dict[str, Any]:
+    """One worker as `/pools` shows it."""
+    register, beat = worker.register, worker.heartbeat
+    described: dict[str, Any] = {
+        "id": worker.id,
+        "name": worker.name,
+        "role": register.role,
+        "model": register.model,
+        "state": "ready" if worker.ready else "starting",
+        "pid": register.pid,
+        "host": register.host,
+        "addresses": {"bulk": register.bulk_address, "control": register.peer_address},
+        "dtype": register.layout.dtype,
+        "block_size": register.block_size,
+        "max_model_len": register.max_model_len,
+        "max_sequences": register.max_sequences,
+        "registered_s": round(now - worker.registered_at, 3),
+        "last_heard_s": round(now - worker.last_heard, 3),
+        "blocks": {"total": register.num_blocks},
+        "load": {"inflight": len(worker.legs)},
+        "links": [asdict(link) for link in worker.links()],
+    }
+    if beat is not None:
+        described["blocks"] |= {"free": beat.free_blocks, "held": beat.held_blocks}
+        described["load"] |= {
+            "running": beat.running,
+            "waiting": beat.waiting,
+            "queued_tokens": beat.queued_tokens,
+        }
+    return described
+
+
+def _answer(error: ApiError) -> Response:
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
+
+
+async def on_api_error(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
+    """404 and 405 of the routing."""
+    assert isinstance(error, HTTPException)
+    text = {
+        404: f"There is nothing at {request.url.path:.200}.",
+        405: f"{request.method} is not possible at {request.url.path:.200}.",
+    }.get(error.status_code, error.detail)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return _answer(ApiError(error.status_code, text, code=code, headers=error.headers))
+
+
+async def on_fault(_: HttpRequest, error: Exception) -> Response:
+    """Ours. The server logs the traceback."""
+    return _answer(failed("Internal error of the gateway.", "internal_error"))

@@ -1,0 +1,143 @@
+"""Between ASGI and the rest: bodies in, responses out, errors in OpenAI's shape, a request id on everything."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .errors import ApiError
+from .reply import EventBuffer
+from .responses import CONTENT_TYPE_STREAM, error_event
+
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
+ABORT = "pdserve.abort"  # ASGI extension: cut the connection, whatever is still unsent
+JSON_TYPES = ("application/json", "text/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. Raises ApiError 413 or 415, or ClientGone."""
+    content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type not in JSON_TYPES and not media_type.endswith("+json"):
+        raise ApiError(415, f"The body must be application/json, not {media_type:.100}.", code="unsupported_media_type")
+    length = header(scope, b"content-length") or b"0"
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
+
+
+class Responder:
+    """One HTTP response: a body, or a stream, or an error in whichever of the two has begun."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self.started = False
+        self.ended = False  # the last message was handed to the server
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _end(self, body: bytes) -> None:
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def until_disconnect(self, receive: Receive) -> None:
+        """Raise ClientGone when the client closes its connection before the response has ended."""
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        if not self.ended:  # after the end the server says "disconnect", too
+            raise ClientGone
+
+    async def json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        await self._start(
+            status,
+            [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                *((key.lower().encode(), value.encode()) for key, value in (headers or {}).items()),
+            ],
+        )
+        await self._end(body)
+
+    async def stream(self, events: EventBuffer) -> None:
+        """Send events as they come, until the buffer is closed. Headers go out with the first one: until then a
+        refusal can still be a status code."""
+        while data := await events.take():
+            if not self.started:
+                await self._start(
+                    200, [(b"content-type", CONTENT_TYPE_STREAM.encode()), (b"cache-control", b"no-cache")]
+                )
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._end(b"")
+
+    async def fail(self, error: ApiError, unsent: bytes = b"") -> None:
+        """The error as the whole response, or as the last event after `unsent` ones."""
+        if not self.started:
+            await self.json(error.status, json.dumps(error.body()).encode(), error.headers)
+        else:
+            await self._end(unsent + error_event(error))
+
+    def abort(self) -> None:
+        """Cut the connection now; what the client has not read is dropped."""
+        extension = self._scope.get("extensions", {}).get(ABORT)
+        if extension is not None:
+            extension["abort"]()
+
+
+class RequestIds:
+    """Every response carries x-request-id: the client's own when it sent a usable one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = header(scope, b"x-request-id") or b""
+        if REQUEST_ID.fullmatch(request_id) is None:
+            request_id = secrets.token_hex(16).encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class AbortableProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, which also lets the application cut a connection: closing one waits for its reader."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extensions: dict[str, dict[object, Any]] = {ABORT: {"abort": self.transport.abort}}
+        self.scope["extensions"] = extensions

@@ -1,0 +1,103 @@
+"""Flags of the gateway."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from ..engine.checkpoint import served_name
+from ..engine.config import add_common_arguments
+from ..transfer.channel import check_exposed, runtime_directory
+from ..transfer.errors import ConfigError
+from .router import LocalPrefillMode, PolicyName
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """`listen`: where workers connect; None stands for an ipc socket of this user's, named after the port."""
+
+    model: str
+    names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    listen: str | None = None
+    max_queue: int = 1024
+    queue_timeout_s: float = 60.0
+    local_prefill: LocalPrefillMode = "auto"
+    router_policy: PolicyName = "prefix_aware"
+    chat_template: Path | None = None
+    trust_remote_code: bool = False
+    max_model_len: int | None = None
+    max_body_bytes: int = 32 * 1024 * 1024
+    death_bound_s: float = 5.0
+    shutdown_s: float = 10.0
+
+    def control_address(self, port: int) -> str:
+        """Where workers connect, given the HTTP port that was bound in the end."""
+        return self.listen or f"ipc://{runtime_directory()}/gw-{port}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    defaults = GatewayConfig
+    parser = argparse.ArgumentParser(prog="pdserve.gateway", description="The HTTP front of pdserve.")
+    add_common_arguments(parser)
+    parser.add_argument("--model", required=True, help="directory, .gguf file, hub id, or `demo`")
+    parser.add_argument("--served-model-name", help="name in the API (default: the directory's name, or `demo`)")
+    parser.add_argument("--host", default=defaults.host)
+    parser.add_argument("--port", type=int, default=defaults.port, help="0 takes any free one")
+    parser.add_argument("--listen", help="ipc:// or tcp:// address for workers (default: ipc, named after the port)")
+    parser.add_argument("--max-queue", type=int, default=defaults.max_queue, help="waiting requests before a 429")
+    parser.add_argument("--queue-timeout-s", type=float, default=defaults.queue_timeout_s, help="wait before a 503")
+    parser.add_argument(
+        "--local-prefill", choices=get_args(LocalPrefillMode), default=defaults.local_prefill,
+        help="may decode workers compute prompts themselves?",
+    )  # fmt: skip
+    parser.add_argument("--router-policy", choices=get_args(PolicyName), default=defaults.router_policy)
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template instead of the model's")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the workers')")
+    parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="larger bodies get a 413")
+    parser.add_argument(
+        "--death-bound-s", type=float, default=defaults.death_bound_s, help="a worker silent for longer is dead"
+    )
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namespace]:
+    """The config, and the flags that `main` itself needs (logging and the like). Raises ConfigError."""
+    args = build_parser().parse_args(argv)
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port {args.port} is not a port number")
+    if args.max_queue < 0:
+        raise ConfigError(f"--max-queue {args.max_queue} is negative")
+    for flag, value in (
+        ("--queue-timeout-s", args.queue_timeout_s),
+        ("--death-bound-s", args.death_bound_s),
+        ("--max-model-len", args.max_model_len),
+        ("--max-body-bytes", args.max_body_bytes),
+    ):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} {value} is not a positive number")
+    if args.listen is not None:
+        if not args.listen.startswith(("ipc://", "tcp://")):
+            raise ConfigError(f"--listen {args.listen} is neither an ipc:// nor a tcp:// address")
+        check_exposed(args.listen, args.insecure)
+    config = GatewayConfig(
+        model=args.model,
+        names=(args.served_model_name or served_name(args.model),),
+        host=args.host,
+        port=args.port,
+        listen=args.listen,
+        max_queue=args.max_queue,
+        queue_timeout_s=args.queue_timeout_s,
+        local_prefill=args.local_prefill,
+        router_policy=args.router_policy,
+        chat_template=args.chat_template,
+        trust_remote_code=args.trust_remote_code,
+        max_model_len=args.max_model_len,
+        max_body_bytes=args.max_body_bytes,
+        death_bound_s=args.death_bound_s,
+    )
+    return config, args

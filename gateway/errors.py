@@ -1,0 +1,50 @@
+"""What the HTTP surface answers when it says no: OpenAI's error object, all four keys always present."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class ApiError(Exception):
+    """A request that is refused or failed, with the HTTP status and the body the client gets.
+
+    `param` names the field at fault ("messages.0.content"), `code` is a short machine-readable word or None,
+    `headers` are extra response headers (Retry-After).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON body; the same object is sent inside a stream that has already begun."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """400: the request is wrong, and `param` says where."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_supported(param: str, what: str | None = None) -> ApiError:
+    """400: a field (or a value of it) of the API that this version does not have yet."""
+    return ApiError(400, f"{what or param} is not supported yet.", param=param, code="not_supported")
+
+
+def model_not_found(name: str) -> ApiError:
+    """404: no such model is served here."""
+    return ApiError(404, f"The model {name!r:.200} does not exist.", param="model", code="model_not_found")

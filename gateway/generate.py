@@ -1,0 +1,151 @@
+"""POST /v1/completions and /v1/chat/completions: one HTTP request from its first byte to its last.
+
+1. The body is read; a thread validates, templates and tokenises it.
+2. Each prompt becomes a `Request` in a task of its own. Beside them run the sender of the stream and a watch on the
+   connection. Whatever ends one of them ends all, and only when all have let go the client is told.
+3. The outcome is counted, whichever it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from ..engine.lifetime import Event, Lifetime
+from .asgi import ClientGone, Responder, read_body
+from .dispatch import Dispatcher
+from .errors import ApiError
+from .metrics import GatewayMetrics, Outcome, outcome_of
+from .parsed_request import ModelLimits, ParsedRequest
+from .reply import Reply, SlowReader
+from .request import Job, Request, failed, unavailable
+from .text import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STOPPING_GRACE_S = 1.0
+
+Parse = Callable[[bytes, Tokenizer, ModelLimits], ParsedRequest]
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """What both endpoints need."""
+
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    limits: Callable[[], ModelLimits]
+    dispatcher: Dispatcher
+    metrics: GatewayMetrics
+    threads: Executor  # for parsing
+    max_body_bytes: int
+
+
+class Generate:
+    """One endpoint, as an ASGI application."""
+
+    def __init__(self, frontend: Frontend, parse: Parse) -> None:
+        self._frontend = frontend
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = self._frontend.metrics
+        lifetime = Lifetime()
+        lifetime.mark(Event.ARRIVED)
+        responder = Responder(scope, send)
+        outcome = Outcome.ERROR
+        metrics.inflight.inc()
+        try:
+            outcome = await self._answer(scope, receive, responder, lifetime)
+        except asyncio.CancelledError:  # only the server does this, when its time to finish streams is up
+            outcome = Outcome.SHUTDOWN
+            async with asyncio.timeout(STOPPING_GRACE_S):
+                await responder.fail(unavailable("The gateway is stopping.", "shutdown"))
+        except Exception:
+            log.exception("a request failed through a fault of the gateway's own")
+            await responder.fail(failed("Internal error of the gateway.", "internal_error"))
+        finally:
+            metrics.inflight.dec()
+            metrics.requests.labels(outcome.value).inc()
+            lifetime.finish(outcome.value)
+            metrics.observe(lifetime)
+
+    async def _answer(self, scope: Scope, receive: Receive, responder: Responder, lifetime: Lifetime) -> Outcome:
+        frontend = self._frontend
+        unsent: Callable[[], bytes] = bytes
+        try:
+            body = await read_body(scope, receive, frontend.max_body_bytes)
+            parsed = await asyncio.get_running_loop().run_in_executor(
+                frontend.threads, self._parse, body, frontend.tokenizer, frontend.limits()
+            )
+            reply = Reply(parsed, frontend.tokenizer)
+            unsent = reply.events.take_now
+            await self._generate(parsed, reply, receive, responder, lifetime)
+        except ApiError as error:
+            if error.status >= 500:
+                log.warning("answered %d: %s", error.status, error.message)
+            await responder.fail(error, unsent())
+            return outcome_of(error.status)
+        except ClientGone:
+            log.info("the client closed its connection")
+            return Outcome.DISCONNECT
+        except SlowReader as error:
+            log.warning("cut a connection off: %s", error)
+            responder.abort()
+            return Outcome.DISCONNECT
+        return Outcome.OK
+
+    async def _generate(
+        self, parsed: ParsedRequest, reply: Reply, receive: Receive, responder: Responder, lifetime: Lifetime
+    ) -> None:
+        """Run every prompt to its end and answer. Raises the first cause of failure, after everything is released."""
+        requests = [self._request(parsed, number, reply, lifetime) for number in range(len(parsed.prompts))]
+        reply.count_cached = lambda: sum(request.cached_tokens for request in requests)
+        metrics = self._frontend.metrics
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(responder.until_disconnect(receive))
+                sender = group.create_task(responder.stream(reply.events)) if parsed.stream else None
+                await asyncio.wait([group.create_task(request.run()) for request in requests])
+                if sender is not None:
+                    reply.end_stream()
+                    await sender
+                watch.cancel()
+        except BaseExceptionGroup as causes:
+            raise first_cause(causes) from None
+        finally:
+            metrics.generated_tokens.inc(reply.completion_tokens)
+        metrics.prompt_tokens.inc(parsed.prompt_tokens)
+        if not parsed.stream:
+            await responder.json(200, reply.body())
+
+    def _request(self, parsed: ParsedRequest, number: int, reply: Reply, lifetime: Lifetime) -> Request:
+        job = Job(
+            prompt=list(parsed.prompts[number]),
+            num_choices=parsed.n,
+            params=parsed.params[number],
+            cache_salt=parsed.cache_salt,
+            priority=parsed.priority,
+            first_choice=number * parsed.n,
+        )
+        frontend = self._frontend
+        return Request(job, frontend.dispatcher, reply, lifetime, frontend.metrics, frontend.eos_token_ids)
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one exception to act on. A fault of our own comes first: it must not be hidden by what it brought about."""
+
+    def leaves(error: BaseException) -> list[BaseException]:
+        if isinstance(error, BaseExceptionGroup):
+            return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+        return [error]
+
+    expected = (SlowReader, ClientGone, ApiError)
+    return min(
+        leaves(group), key=lambda e: next((i for i, kind in enumerate(expected, 1) if isinstance(e, kind)), 0)
+    )

@@ -1,0 +1,182 @@
+"""From the flags of `pdserve up` to the command line of every process it starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..engine.checkpoint import served_name
+from ..engine.config import LOG_LEVELS, package_version
+from ..transfer.errors import ConfigError
+from .supervisor import ChildSpec
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class UpConfig:
+    """One system on one machine. What is None is left to the default of the process concerned."""
+
+    model: str
+    prefill: int = 1  # workers; 0 = aggregated: decode computes the prompts too
+    decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 = any free one
+    served_model_name: str | None = None
+    max_model_len: int | None = None
+    max_queue: int | None = None
+    queue_timeout_s: float | None = None
+    local_prefill: str | None = None
+    chat_template: str | None = None
+    link: str | None = None
+    dtype: str | None = None
+    block_size: int | None = None
+    prefill_block_size: int | None = None
+    decode_block_size: int | None = None
+    kv_blocks: int | None = None
+    prefill_kv_blocks: int | None = None
+    chunk_tokens: int | None = None
+    max_sequences: int | None = None
+    no_prefix_caching: bool = False
+    check_invariants: bool = False
+    trust_remote_code: bool = False
+    log_level: str = "info"
+    log_json: bool = False
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or served_name(self.model)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pdserve up", description="Start and supervise a whole system here.")
+    parser.add_argument("--model", required=True, help="directory, .gguf file, hub id, or `demo`")
+    parser.add_argument("--served-model-name", help="name in the API (default: the directory's name, or `demo`)")
+    parser.add_argument("--host", default=UpConfig.host)
+    parser.add_argument("--port", type=int, default=UpConfig.port, help="0 takes any free one")
+    workers = parser.add_argument_group("workers")
+    workers.add_argument("--prefill", type=int, default=UpConfig.prefill, metavar="N", help="prefill workers")
+    workers.add_argument("--decode", type=int, default=UpConfig.decode, metavar="N", help="decode workers")
+    workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
+    workers.add_argument("--link", choices=("auto", "zmq"), help="how KV moves")
+    workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute short prompts itself")
+    memory = parser.add_argument_group("model and memory")
+    memory.add_argument("--dtype", help="float32, float16 or bfloat16")
+    memory.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
+    memory.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per KV block, on both sides")
+    memory.add_argument("--prefill-block-size", type=int, metavar="TOKENS", help="the same for prefill only")
+    memory.add_argument("--decode-block-size", type=int, metavar="TOKENS", help="the same for decode only")
+    memory.add_argument("--kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each decode worker")
+    memory.add_argument("--prefill-kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each prefill worker")
+    memory.add_argument("--no-prefix-caching", action="store_true")
+    memory.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    limits = parser.add_argument_group("scheduling")
+    limits.add_argument("--chunk-tokens", type=int, metavar="TOKENS", help="prompt tokens computed in one step")
+    limits.add_argument("--max-sequences", type=int, metavar="N", help="sequences a decode worker runs at once")
+    limits.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; the next one gets a 429")
+    limits.add_argument("--queue-timeout-s", type=float, metavar="S", help="longest wait before a 503")
+    limits.add_argument("--check-invariants", action="store_true", help="prove the block pools right at every step")
+    logs = parser.add_argument_group("logs")
+    logs.add_argument("--version", action="version", version=f"pdserve {package_version()}")
+    logs.add_argument("--log-level", choices=LOG_LEVELS, default=UpConfig.log_level)
+    logs.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    return parser
+
+
+def parse_config(argv: Sequence[str]) -> UpConfig:
+    """Read the flags. Raises ConfigError for numbers that cannot work."""
+    args = build_parser().parse_args(argv)
+    if args.aggregated:
+        args.prefill = 0
+    config = UpConfig(**{field.name: getattr(args, field.name) for field in fields(UpConfig)})
+    if config.prefill < 0 or config.decode < 1:
+        raise ConfigError(f"--prefill {config.prefill} --decode {config.decode}: at least one decode worker is needed")
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"--port {config.port} is not a port number")
+    return config
+
+
+def place_workers(prefill: int, decode: int, cpus: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The core of each prefill and of each decode worker.
+
+    With enough cores every worker has its own; with fewer, the two pools still share none as long as there are two.
+    """
+    if prefill == 0 or len(cpus) == 1:
+        return [cpus[i % len(cpus)] for i in range(prefill)], [cpus[i % len(cpus)] for i in range(decode)]
+    share = round(len(cpus) * prefill / (prefill + decode))
+    share = min(max(share, 1), len(cpus) - 1)
+    ours, theirs = cpus[:share], cpus[share:]
+    return [ours[i % len(ours)] for i in range(prefill)], [theirs[i % len(theirs)] for i in range(decode)]
+
+
+def _flags(**values: str | int | float | bool | None) -> list[str]:
+    """`block_size=16` as ["--block-size", "16"]; True is a bare flag, None and False are nothing."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: Sequence[int]) -> list[ChildSpec]:
+    """The command line of every process. `model` is the resolved directory, `sockets` holds the ipc sockets."""
+    control = f"ipc://{sockets}/gateway"
+    common = _flags(
+        model=str(model),
+        served_model_name=config.name,
+        max_model_len=config.max_model_len,
+        trust_remote_code=config.trust_remote_code,
+        log_level=config.log_level,
+        log_json=config.log_json,
+        exit_with_parent=True,
+    )
+    gateway = common + _flags(
+        host=config.host,
+        port=port,
+        listen=control,
+        max_queue=config.max_queue,
+        queue_timeout_s=config.queue_timeout_s,
+        local_prefill=config.local_prefill,
+        chat_template=config.chat_template,
+    )
+    worker = common + _flags(
+        gateway=control,
+        link=config.link,
+        dtype=config.dtype,
+        chunk_tokens=config.chunk_tokens,
+        no_prefix_caching=config.no_prefix_caching,
+        check_invariants=config.check_invariants,
+    )
+    prefill = worker + _flags(
+        block_size=config.prefill_block_size or config.block_size, kv_blocks=config.prefill_kv_blocks
+    )
+    decode = worker + _flags(
+        block_size=config.decode_block_size or config.block_size,
+        kv_blocks=config.kv_blocks,
+        max_sequences=config.max_sequences,
+    )
+    prefill_cpus, decode_cpus = place_workers(config.prefill, config.decode, cpus)
+    # The workers' own sockets go to that directory too, so that a killed worker's are cleared away with the rest.
+    env = {"XDG_RUNTIME_DIR": str(sockets)}
+    worker_env = env | ONE_THREAD
+    specs = [ChildSpec("gateway", _python("gateway", gateway), env)]
+    for i, cpu in enumerate(prefill_cpus):
+        name = f"prefill-{i}"
+        specs.append(ChildSpec(name, _python("prefill", prefill + _flags(name=name, cpu=cpu)), worker_env))
+    for i, cpu in enumerate(decode_cpus):
+        name = f"decode-{i}"
+        specs.append(ChildSpec(name, _python("decode", decode + _flags(name=name, cpu=cpu)), worker_env))
+    return specs
+
+
+def _python(room: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    # -P: whatever folder the user stands in must not be importable (its `kernels/` or `json.py` would be found first)
+    return (sys.executable, "-P", "-m", f"pdserve.{room}", *arguments)

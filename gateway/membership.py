@@ -1,0 +1,38 @@
+"""May this worker join? Everything that makes two processes unable to serve one model together, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..transfer.errors import LayoutMismatch
+from ..transfer.messages import Register
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The model as this gateway serves it: its names in the API, where its files are, and their fingerprint."""
+
+    names: tuple[str, ...]
+    path: str
+    fingerprint: str
+
+
+def refusal(message: Register, identity: ModelIdentity, others: Iterable[Register]) -> str:
+    """Why `message` cannot be let in, naming both sides; empty if it can. `others` are registered."""
+    if message.model not in identity.names:
+        names = " and ".join(map(repr, identity.names))
+        return f"{message.worker} serves the model {message.model!r}, this gateway serves {names}"
+    if message.layout.fingerprint != identity.fingerprint:
+        return (
+            f"the model files of {message.worker} differ from those of the gateway ({identity.path}): "
+            f"fingerprint {message.layout.fingerprint[:12]} != {identity.fingerprint[:12]}"
+        )
+    if message.role == "decode" and not (message.bulk_address and message.peer_address):
+        return f"{message.worker} is a decode worker without bulk_address and peer_address"
+    for other in others:
+        try:
+            message.layout.require_equal(other.layout, message.worker, other.worker)
+        except LayoutMismatch as error:
+            return str(error)
+    return ""

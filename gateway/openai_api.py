@@ -1,0 +1,176 @@
+"""The request bodies of /v1/completions and /v1/chat/completions: every field that is read, with its type and range.
+
+Fields that are not listed are accepted and ignored, since clients send vendor extras. Null means "not given" for
+every optional field. Fields under `NotYet` belong to the API but are refused, by `parsing.py`, unless their value
+asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, StringConstraints, Tag
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 2048
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024  # bounds what is held back, and searched, per token
+MAX_TOKEN_LIST = 1024  # entries of logit_bias and of stop_token_ids
+INT32 = 1 << 31
+INT64 = 1 << 63
+
+TAG = "|"  # begins the tags of unions, which `parsing.py` strips from the path of an error
+
+
+def _integral(value: object) -> object:
+    """JSON has one kind of number: 16.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Flag = Annotated[bool, Strict()]
+Int = Annotated[int, Strict(), BeforeValidator(_integral)]
+Num = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+TokenIds = list[Annotated[int, Strict()]]
+Penalty = Annotated[Num, Field(ge=-2, le=2)]
+NotYet = Any  # not looked at beyond "is it there"
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _kind_of_list(value: object) -> str:
+    return f"{TAG}list" if isinstance(value, list) else f"{TAG}str"
+
+
+Stop = Annotated[
+    Annotated[StopString, Tag(f"{TAG}str")]
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag(f"{TAG}list")],
+    Discriminator(_kind_of_list),
+]
+
+
+class StreamOptions(BaseModel):
+    include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
+    include_obfuscation: Flag | None = None
+
+
+class CommonRequest(BaseModel):
+    """What both endpoints share. The second half are extensions that serving engines agree on."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model: str
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Annotated[Int, Field(ge=0)] | None = None
+    temperature: Annotated[Num, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Num, Field(ge=0, le=1)] = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[str, Annotated[Num, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKEN_LIST)] = Field(
+        default_factory=dict
+    )
+    seed: Annotated[Int, Field(ge=-INT64, le=INT64 - 1)] | None = None
+    stop: Stop | None = None
+    echo: Flag = False
+
+    top_k: Annotated[Int, Field(ge=-1)] = 0
+    min_p: Annotated[Num, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Num, Field(gt=0, le=1e4)] = 1.0
+    min_tokens: Annotated[Int, Field(ge=0)] = 0
+    ignore_eos: Flag = False
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_TOKEN_LIST)] = Field(default_factory=list)
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+    return_token_ids: Flag = False
+    priority: Annotated[Int, Field(ge=-INT32, lt=INT32)] = 0
+    cache_salt: Annotated[str, StringConstraints(max_length=256)] = ""
+
+    logprobs: NotYet = None
+    prompt_logprobs: NotYet = None
+    response_format: NotYet = None
+    structured_outputs: NotYet = None
+    guided_json: NotYet = None
+    guided_regex: NotYet = None
+    guided_choice: NotYet = None
+    guided_grammar: NotYet = None
+    use_beam_search: NotYet = None
+
+
+def _kind_of_prompt(value: object) -> str:
+    if not isinstance(value, list):
+        return f"{TAG}text"
+    first = value[0] if value else ""
+    if isinstance(first, list):
+        return f"{TAG}token_lists"
+    return f"{TAG}tokens" if isinstance(first, (int, float)) and not isinstance(first, bool) else f"{TAG}texts"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag(f"{TAG}text")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(f"{TAG}texts")]
+    | Annotated[TokenIds, Tag(f"{TAG}tokens")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag(f"{TAG}token_lists")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionRequest(CommonRequest):
+    prompt: Prompt
+    best_of: Annotated[Int, Field(ge=0, le=20)] | None = None
+    suffix: NotYet = None
+
+
+class ContentPart(BaseModel):
+    """One part of a message's content; which members it needs depends on `type`, see `parsing.py`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag(f"{TAG}str")] | Annotated[list[ContentPart], Field(min_length=1), Tag(f"{TAG}list")],
+    Discriminator(_kind_of_list),
+]
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One message; which members it needs depends on `role`, see `parsing.py`."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(CommonRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[Int, Field(ge=0)] | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    top_logprobs: NotYet = None
+    tools: NotYet = None
+    tool_choice: NotYet = None
+    functions: NotYet = None
+    function_call: NotYet = None
+    modalities: NotYet = None
+    audio: NotYet = None

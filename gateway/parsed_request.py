@@ -1,0 +1,58 @@
+"""`ParsedRequest`: one HTTP request after validation, templating and tokenising; the same for both endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..transfer.messages import SamplingParams
+from .text import TextOptions
+
+Kind = Literal["chat", "completion"]
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the system can take now.
+
+    `names` are the names the model is served under. `pool_tokens` is the largest prompt + output of one choice, in
+    tokens, that the decode pool can ever hold; while no decode worker is known pass `max_model_len`.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    pool_tokens: int
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What the orchestration needs to know. Choices are indexed prompt-major: choice i belongs to prompt i // n.
+
+    `params` holds one entry per prompt: they differ in `max_tokens` when the client gave none (it is what the prompt
+    leaves free), and in `seed` when the client gave none (equal prompts must not get equal answers).
+    `echo_texts` holds the text to show before each prompt's choices, or nothing when echo is off.
+    `include_usage` and `continuous_usage` concern streams only.
+    """
+
+    kind: Kind
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    n: int
+    params: tuple[SamplingParams, ...]
+    text: TextOptions
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    echo_texts: tuple[str, ...]
+    cache_salt: str
+    priority: int
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens as `usage` counts them: each prompt once, whatever n is."""
+        return sum(len(prompt) for prompt in self.prompts)

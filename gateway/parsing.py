@@ -1,0 +1,246 @@
+"""HTTP body → `ParsedRequest`: validate, apply the chat template, tokenise once, resolve every default and limit.
+
+Nothing that comes in as a body leaves as anything but a ParsedRequest or an ApiError 400/404 that names the field.
+Both functions take milliseconds (templating, tokenising): run them off the event loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ..transfer.messages import SamplingParams
+from .chat_messages import template_messages
+from .errors import ApiError, invalid, model_not_found, not_supported
+from .json_body import load_object
+from .openai_api import INT32, MAX_PROMPTS, TAG, ChatRequest, CommonRequest, CompletionRequest
+from .parsed_request import Kind, ModelLimits, ParsedRequest
+from .text import TextOptions, Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+SMALLEST_TOP_P = 1e-6  # top_p 0 means the likeliest token only; the sampler wants a positive mass
+
+OBJECT_ERRORS = ("model_type", "dict_type")  # pydantic's text for these names our classes
+
+Request = TypeVar("Request", bound=BaseModel)
+
+# Fields of the API that are refused unless their value asks for nothing.
+_NOT_YET: dict[str, Callable[[Any], bool]] = {
+    "logprobs": lambda value: value is False,
+    "top_logprobs": lambda value: value == 0 and value is not False,
+    "prompt_logprobs": lambda value: False,
+    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
+    "structured_outputs": lambda value: False,
+    "guided_json": lambda value: False,
+    "guided_regex": lambda value: False,
+    "guided_choice": lambda value: False,
+    "guided_grammar": lambda value: False,
+    "use_beam_search": lambda value: value is False,
+    "suffix": lambda value: value == "",
+    "tools": lambda value: value == [],
+    "tool_choice": lambda value: value == "none",
+    "functions": lambda value: value == [],
+    "function_call": lambda value: value == "none",
+    "modalities": lambda value: value == ["text"],
+    "audio": lambda value: False,
+}
+
+
+def parse_chat(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
+    """POST /v1/chat/completions. Raises ApiError."""
+    request = _validate(ChatRequest, body, limits)
+    if request.echo:
+        raise not_supported("echo", "echo for chat")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise invalid("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
+    add_generation_prompt = request.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not request.continue_final_message
+    prompt = tokenizer.encode_chat(
+        template_messages(request.messages, tokenizer),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=request.chat_template_kwargs,
+    )
+    _check_prompt(prompt, tokenizer, "messages")
+    plain = request.max_completion_tokens is None
+    limit_field = "max_tokens" if plain else "max_completion_tokens"
+    asked = request.max_tokens if plain else request.max_completion_tokens
+    max_tokens = _resolve_max_tokens(len(prompt), asked, None, limits, "messages", limit_field)
+    return _parsed("chat", request, [prompt], [max_tokens], (), tokenizer)
+
+
+def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
+    """POST /v1/completions. Raises ApiError."""
+    request = _validate(CompletionRequest, body, limits)
+    if request.best_of is not None and request.best_of < request.n:
+        raise invalid(f"best_of ({request.best_of}) must not be less than n ({request.n}).", "best_of")
+    if request.best_of is not None and request.best_of > request.n:
+        raise not_supported("best_of", "best_of greater than n")
+    if request.max_tokens == 0 and request.echo:
+        raise not_supported("max_tokens", "max_tokens 0 (echo alone)")
+    prompts, texts = _prompts(request, tokenizer)
+    if len(prompts) * request.n > MAX_PROMPTS:
+        raise invalid(f"n: {len(prompts)} prompts times {request.n} choices are more than {MAX_PROMPTS}.", "n")
+    max_tokens = []
+    for prompt in prompts:
+        _check_prompt(prompt, tokenizer, "prompt")
+        max_tokens.append(
+            _resolve_max_tokens(
+                len(prompt), request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt", "max_tokens"
+            )
+        )
+    echo_texts: tuple[str, ...] = ()
+    if request.echo:
+        echo_texts = tuple(texts or [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts])
+    return _parsed("completion", request, prompts, max_tokens, echo_texts, tokenizer)
+
+
+def _validate(schema: type[Request], body: bytes, limits: ModelLimits) -> Request:
+    """The body as `schema`, its model known, none of its fields one that is not supported."""
+    fields = load_object(body)
+    try:
+        request = schema.model_validate(fields)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+    model = fields["model"]
+    if model not in limits.names:
+        raise model_not_found(model)
+    for name, asks_nothing in _NOT_YET.items():
+        if name in schema.model_fields and name in fields and not asks_nothing(fields[name]):
+            raise not_supported(name)
+    return request
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, by its path in the body."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(TAG))
+    what = "Input should be an object" if first["type"] in OBJECT_ERRORS else first["msg"]
+    return invalid(f"{path}: {what}", path or None)
+
+
+def _prompts(request: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[list[int]], list[str] | None]:
+    """Token ids per prompt, and the prompts' texts when they came as text."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt)], [prompt]
+    texts = [item for item in prompt if isinstance(item, str)]
+    if texts:
+        return [tokenizer.encode(text) for text in texts], texts
+    token_lists = [item for item in prompt if isinstance(item, list)]
+    return token_lists or [[item for item in prompt if isinstance(item, int)]], None
+
+
+def _check_prompt(prompt: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
+    if not prompt:
+        raise invalid(f"{param}: there must be at least one token.", param)
+    _check_tokens((min(prompt), max(prompt)), tokenizer, param)
+
+
+def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
+    for token in tokens:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise invalid(f"{param}: token id {token!s:.40} is not in 0…{tokenizer.vocab_size - 1}.", param)
+
+
+def _resolve_max_tokens(
+    prompt_tokens: int, asked: int | None, default: int | None, limits: ModelLimits, prompt_field: str, limit_field: str
+) -> int:
+    """How many tokens a choice may have: what was asked for, else what the prompt leaves free (at most `default`)."""
+    if asked == 0:
+        raise invalid(f"{limit_field}: Input should be greater than or equal to 1", limit_field)
+    bounds = (
+        (limits.max_model_len, f"the model's context length (max_model_len {limits.max_model_len})"),
+        (limits.pool_tokens, f"what the decode pool's KV cache can hold (pool_tokens {limits.pool_tokens})"),
+    )
+    for bound, name in bounds:
+        if prompt_tokens >= bound:
+            raise invalid(
+                f"The prompt's length in tokens is {prompt_tokens}, which leaves no room for output within {name}.",
+                prompt_field,
+                "context_length_exceeded",
+            )
+        if asked is not None and prompt_tokens + asked > bound:
+            raise invalid(
+                f"Prompt tokens ({prompt_tokens}) and {limit_field} ({asked!s:.40}) are together more than {name}.",
+                limit_field,
+                "context_length_exceeded",
+            )
+    room = min(limits.max_model_len, limits.pool_tokens) - prompt_tokens
+    return asked or min(room, default or room)
+
+
+def _parsed(
+    kind: Kind,
+    request: CommonRequest,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    echo_texts: tuple[str, ...],
+    tokenizer: Tokenizer,
+) -> ParsedRequest:
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise invalid("stream_options is only allowed when stream is true.", "stream_options")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    logit_bias = _logit_bias(request, tokenizer)
+    _check_tokens(request.stop_token_ids, tokenizer, "stop_token_ids")
+    return ParsedRequest(
+        kind=kind,
+        model=request.model,
+        prompts=tuple(map(tuple, prompts)),
+        n=request.n,
+        params=tuple(_sampling_params(request, limit, logit_bias, tokenizer) for limit in max_tokens),
+        text=TextOptions(
+            stop=tuple(dict.fromkeys(stops)),
+            include_stop=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            min_tokens=request.min_tokens,
+        ),
+        stream=request.stream,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_token_ids=request.return_token_ids,
+        echo_texts=echo_texts,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+
+
+def _sampling_params(
+    request: CommonRequest, max_tokens: int, logit_bias: dict[int, float], tokenizer: Tokenizer
+) -> SamplingParams:
+    if request.min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens ({request.min_tokens!s:.40}) must not be more than max_tokens ({max_tokens}).", "min_tokens"
+        )
+    seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=request.temperature,
+        top_k=request.top_k if 0 < request.top_k < min(tokenizer.vocab_size, INT32) else 0,
+        top_p=max(request.top_p, SMALLEST_TOP_P),
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        logit_bias=logit_bias,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=request.stop_token_ids,
+    )
+
+
+def _logit_bias(request: CommonRequest, tokenizer: Tokenizer) -> dict[int, float]:
+    result: dict[int, float] = {}
+    for key, bias in request.logit_bias.items():
+        param = f"logit_bias.{key:.40}"
+        if not (key.isascii() and key.isdecimal() and len(key) <= 20):
+            raise invalid(f"{param}: the key must be a token id.", param)
+        _check_tokens([int(key)], tokenizer, param)
+        result[int(key)] = bias
+    return result

@@ -1,0 +1,338 @@
+"""Which workers there are, whether they live, and how messages reach them and come back.
+
+Life of a worker here: `Register` is checked and answered; its first heartbeat says it is ready; from then on requests
+place *legs* on it (one per live attempt) and its messages about an attempt go to the owner of that leg. It is
+forgotten at once when it says `Leaving`, when its connection is gone, or when it was silent for the death bound; every
+leg's owner is told `Lost`. Everything runs on the gateway's event loop, in callbacks that never wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from ..transfer.channel import MAX_MESSAGES_PER_DRAIN, FrameCounts, Received, Router
+from ..transfer.messages import (
+    Busy,
+    Cancel,
+    Failed,
+    FirstTokens,
+    GatewayHeartbeat,
+    Gone,
+    Leaving,
+    Message,
+    Peer,
+    Peers,
+    Prefill,
+    Register,
+    Registered,
+    RegistrationDenied,
+    Reserve,
+    Reserved,
+    Tokens,
+    WorkerHeartbeat,
+)
+from .membership import ModelIdentity, refusal
+from .router import DecodeLoad, Pair, PrefillLoad
+from .worker import Answer, Leg, Lost, NewToken, Worker
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.2
+DRAIN_INTERVAL_S = 0.05  # ZeroMQ's descriptor is edge-triggered; this bounds what a missed edge can cost
+BUSY_PAUSE_S = 0.2  # a prefill worker that said it is busy is left alone for this long
+UNLISTED_HEARTBEATS = 2
+
+
+class Pool:
+    """All workers of this gateway, and its control socket."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        gateway_id: str,
+        identity: ModelIdentity,
+        death_bound_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gateway_id = gateway_id
+        self.frames = FrameCounts()
+        self.workers: dict[str, Worker] = {}
+        self.on_change: Callable[[], None] = lambda: None  # called when a request may find a place, or none any more
+        self._identity = identity
+        self._death_bound_s = death_bound_s
+        self._clock = clock
+        self._router = Router(context, address, self.frames)
+        self._drain_is_due = False
+        self._stop = asyncio.Event()
+        self._beat_task: asyncio.Task[None] | None = None
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        return self._router.address
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin to listen. The returned task ends with `close`; if it fails, the gateway cannot go on."""
+        asyncio.get_running_loop().add_reader(self._router.socket.fileno(), self.drain)
+        self._beat_task = asyncio.create_task(self._beat(), name="pool heartbeat")
+        return self._beat_task
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._beat_task is not None:
+            await asyncio.gather(self._beat_task, return_exceptions=True)
+            asyncio.get_running_loop().remove_reader(self._router.socket.fileno())
+        self._router.close()
+
+    async def released(self, timeout_s: float) -> bool:
+        """Wait until no worker lists anything of ours any more; False if that took longer than `timeout_s`."""
+        deadline = self._clock() + timeout_s
+        before = {worker.id: worker.seq for worker in self.workers.values()}
+        while any(not self._has_let_go(worker, before) for worker in self.workers.values()):
+            if self._clock() > deadline:
+                return False
+            await self._pause()
+        return True
+
+    @staticmethod
+    def _has_let_go(worker: Worker, before: dict[str, int]) -> bool:
+        beat = worker.heartbeat
+        return beat is not None and beat.seen_seq > before.get(worker.id, 0) and not beat.live
+
+    async def _pause(self) -> None:
+        """One drain interval, or less when the pool is told to stop."""
+        try:
+            async with asyncio.timeout(DRAIN_INTERVAL_S):
+                await self._stop.wait()
+        except TimeoutError:
+            return
+
+    async def _beat(self) -> None:
+        last = next_beat = self._clock()
+        while not self._stop.is_set():
+            await self._pause()
+            now = self._clock()
+            if (away_s := now - last) > self._death_bound_s / 2:
+                # It was us who did not listen: nobody may be declared dead for that.
+                for worker in self.workers.values():
+                    worker.last_heard += away_s
+            last = now
+            self.drain()
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_INTERVAL_S
+                self._send_heartbeats()
+            self._bury(self._clock())
+
+    def _send_heartbeats(self) -> None:
+        for worker in list(self.workers.values()):
+            worker.seq += 1
+            live = [(leg.request, leg.attempt) for leg in worker.legs.values()]
+            self.send(worker, GatewayHeartbeat(worker.seq, live))
+
+    def _bury(self, now: float) -> None:
+        for worker in list(self.workers.values()):
+            if now - worker.last_heard > self._death_bound_s:
+                self._forget(worker, f"silent for {now - worker.last_heard:.1f} s", died=True)
+
+    # --- messages out --------------------------------------------------------------------------------------------
+
+    def send(self, worker: Worker, message: Message) -> None:
+        """Send, or find that the worker is gone: then all who have legs there are told."""
+        if self.workers.get(worker.id) is not worker:
+            return  # forgotten already, and its legs were told
+        if not self._router.send(worker.identity, message):
+            self._forget(worker, "its connection is gone", died=True)
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        # Sending may swallow the edge that announces a message which came in meanwhile.
+        if not self._drain_is_due:
+            self._drain_is_due = True
+            asyncio.get_running_loop().call_soon(self.drain)
+
+    def _send_peers(self) -> None:
+        decode = [
+            Peer(w.id, w.register.host, w.register.bulk_address, w.register.peer_address, w.register.links)
+            for w in self.by_role("decode")
+        ]
+        for worker in list(self.by_role("prefill")):
+            self.send(worker, Peers(decode))
+
+    # --- messages in ---------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take in everything that has arrived; in portions, so that a flood leaves the loop some air."""
+        self._drain_is_due = False
+        count = 0
+        for received in self._router.receive():
+            count += 1
+            self._on_message(received)
+        if count >= MAX_MESSAGES_PER_DRAIN:
+            self._drain_soon()
+
+    def _on_message(self, received: Received) -> None:
+        message, sender = received.message, received.sender
+        if isinstance(message, Register):
+            self._on_register(sender, message)
+            return
+        worker = self.workers.get(sender.rpartition("/")[0])
+        if worker is None or worker.identity != sender:
+            if isinstance(message, WorkerHeartbeat):
+                self._router.send(sender, RegistrationDenied("not registered here", fatal=False))
+            else:
+                self.frames.drop("unregistered")
+            return
+        worker.last_heard = self._clock()
+        match message:
+            case WorkerHeartbeat():
+                self._on_heartbeat(worker, message)
+            case Tokens():
+                self._on_tokens(worker, message)
+            case Reserved() | Busy() | FirstTokens() | Failed() | Gone():
+                self._deliver(worker, message.request, message.attempt, message)
+            case Leaving():
+                self._forget(worker, "it left", died=False)
+            case _:
+                self.frames.drop("unexpected_message")
+
+    def _on_register(self, sender: str, message: Register) -> None:
+        if sender.rpartition("/")[0] != message.worker:
+            self.frames.drop("identity")
+            return
+        now = self._clock()
+        known = self.workers.get(message.worker)
+        if known is not None:
+            known.identity, known.last_heard = sender, now
+            self._router.send(sender, Registered(self.gateway_id, message.worker))
+            return
+        namesake = self._namesake(message)
+        if text := refusal(message, self._identity, [w.register for w in self.workers.values() if w is not namesake]):
+            log.error("refused %s: %s", message.worker, text)
+            self._router.send(sender, RegistrationDenied(text[:4096], fatal=True))
+            return
+        if namesake is not None:
+            silence_s = now - namesake.last_heard
+            if silence_s < 2 * HEARTBEAT_INTERVAL_S:
+                text = f"a live worker has this name already: {namesake.id} (pid {namesake.register.pid})"
+                self._router.send(sender, RegistrationDenied(text, fatal=True))
+                return
+            if silence_s < 5 * HEARTBEAT_INTERVAL_S:
+                return  # undecided whether the old one lives; the newcomer asks again in a second
+            self._forget(namesake, f"replaced by {message.worker}", died=True)
+        worker = Worker(sender, message, last_heard=now, registered_at=now)
+        self.workers[worker.id] = worker
+        log.info("registered %s worker %s (pid %d)", message.role, worker.id, message.pid)
+        self.send(worker, Registered(self.gateway_id, worker.id))
+        self._send_peers()
+        self.on_change()
+
+    def _namesake(self, message: Register) -> Worker | None:
+        name = message.worker.partition("#")[0]
+        return next((w for w in self.workers.values() if w.name == name), None)
+
+    def _on_heartbeat(self, worker: Worker, message: WorkerHeartbeat) -> None:
+        worker.heartbeat = message
+        live = set(message.live)
+        for leg in list(worker.legs.values()):
+            if (leg.request, leg.attempt) in live:
+                leg.unlisted = 0
+            elif leg.must_be_listed and leg.sent_at_seq is not None and message.seen_seq > leg.sent_at_seq:
+                leg.unlisted += 1
+                if leg.unlisted == UNLISTED_HEARTBEATS:
+                    lost = Lost(f"{worker.name} does not know the attempt any more", died=False)
+                    leg.owner.deliver(worker.id, leg.attempt, lost)
+        self.on_change()
+
+    def _on_tokens(self, worker: Worker, message: Tokens) -> None:
+        gone: set[tuple[str, int]] = set()
+        for request, attempt, choice, index, token, finish in message.items:
+            leg = worker.legs.get(request)
+            if leg is None or leg.attempt != attempt:
+                gone.add((request, attempt))
+            else:
+                leg.owner.deliver(worker.id, attempt, NewToken(choice, index, token, finish))
+        for request, attempt in gone:
+            self.send(worker, Gone(request, attempt))
+
+    def _deliver(self, worker: Worker, request: str, attempt: int, event: Answer) -> None:
+        leg = worker.legs.get(request)
+        if leg is not None and leg.attempt == attempt:
+            leg.owner.deliver(worker.id, attempt, event)
+        elif isinstance(event, Reserved | FirstTokens):  # whoever says one of the others has let go already
+            self.send(worker, Gone(request, attempt))
+
+    def _forget(self, worker: Worker, reason: str, *, died: bool) -> None:
+        if self.workers.get(worker.id) is not worker:
+            return
+        del self.workers[worker.id]
+        log.log(logging.WARNING if died else logging.INFO, "%s is gone: %s", worker.id, reason)
+        for leg in worker.legs.values():
+            leg.owner.deliver(worker.id, leg.attempt, Lost(f"{worker.name} is gone: {reason}", died=died))
+        if worker.register.role == "decode":
+            self._send_peers()
+        self.on_change()
+
+    # --- legs ----------------------------------------------------------------------------------------------------
+
+    def place(self, worker: Worker, leg: Leg) -> None:
+        assert leg.request not in worker.legs, f"{leg.request} is at {worker.id} twice"
+        worker.legs[leg.request] = leg
+
+    def dispatch(self, worker: Worker, leg: Leg, message: Reserve | Prefill) -> None:
+        """The leg's first message. From now on the worker should list it."""
+        leg.sent_at_seq = worker.seq
+        self.send(worker, message)
+
+    def remove(self, worker: Worker, leg: Leg, *, cancel: bool) -> None:
+        """Take the leg off the worker; with `cancel` tell it, if it has heard of the leg at all."""
+        if worker.legs.get(leg.request) is not leg:
+            return
+        del worker.legs[leg.request]
+        if cancel and leg.sent_at_seq is not None:
+            self.send(worker, Cancel(leg.request, leg.attempt))
+        self.on_change()
+
+    # --- who could serve -----------------------------------------------------------------------------------------
+
+    def by_role(self, role: str) -> Iterable[Worker]:
+        return (w for w in self.workers.values() if w.register.role == role)
+
+    def pairs(self, *, alone: bool) -> list[tuple[Worker, Worker | None]]:
+        """Ready decode workers with each ready prefill worker linked to them. If nothing at all is linked: decode
+        workers alone, provided that is allowed (`alone`)."""
+        decode = [w for w in self.by_role("decode") if w.ready]
+        prefill = [w for w in self.by_role("prefill") if w.ready]
+        linked: list[tuple[Worker, Worker | None]] = [
+            (d, p) for d, p in itertools.product(decode, prefill) if p.is_linked_to(d)
+        ]
+        return linked if linked or not alone else self.decode_alone()
+
+    def decode_alone(self) -> list[tuple[Worker, Worker | None]]:
+        return [(w, None) for w in self.by_role("decode") if w.ready]
+
+    def load(self, decode: Worker, prefill: Worker | None) -> Pair:
+        """What the router may know of a pair: the workers' last word, corrected by what was placed there since."""
+        beat = decode.heartbeat
+        assert beat is not None, "only ready workers are paired"
+        free = beat.free_blocks * decode.register.block_size - decode.pending_tokens()
+        load = DecodeLoad(decode.id, free, len(decode.legs), beat.running)
+        if prefill is None or prefill.heartbeat is None:
+            return Pair(load, None)
+        queued = max(prefill.heartbeat.queued_tokens, prefill.pending_tokens())
+        return Pair(load, PrefillLoad(prefill.id, queued, len(prefill.legs)))
+
+    def is_free(self, prefill: Worker | None) -> bool:
+        return prefill is None or self._clock() >= prefill.busy_until
+
+    def mark_busy(self, worker_id: str) -> None:
+        if (worker := self.workers.get(worker_id)) is not None:
+            worker.busy_until = self._clock() + BUSY_PAUSE_S

@@ -1,0 +1,114 @@
+"""From accepted tokens to what the client gets: text per choice, then either one body or a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from ..transfer.messages import Finish
+from .parsed_request import ParsedRequest
+from .responses import ChoiceResult, StreamWriter, Usage, new_reply_id, whole_response
+from .text import ChoiceText, Tokenizer
+
+MAX_UNSENT_BYTES = 1024 * 1024  # events one connection may have waiting before its client counts as not reading
+NO_USAGE = Usage(0, 0, 0)  # where the writer is known not to look at it
+
+
+class SlowReader(Exception):
+    """The client takes its events so slowly that the gateway will not keep more of them."""
+
+
+class EventBuffer:
+    """Bytes on their way to one connection. Never makes the producer wait: decode is not to feel a slow client."""
+
+    def __init__(self, max_bytes: int = MAX_UNSENT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._chunks: list[bytes] = []
+        self._num_bytes = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def put(self, events: bytes) -> None:
+        """Raises SlowReader when too much is waiting already."""
+        if not events:
+            return
+        self._num_bytes += len(events)
+        if self._num_bytes > self._max_bytes:
+            raise SlowReader(f"{self._num_bytes} bytes are waiting to be read")
+        self._chunks.append(events)
+        self._changed.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+    def take_now(self) -> bytes:
+        events = b"".join(self._chunks)
+        self._chunks.clear()
+        self._num_bytes = 0
+        return events
+
+    async def take(self) -> bytes:
+        """Everything that is there, as soon as there is something; b"" at the end."""
+        while not self._chunks and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.take_now()
+
+
+class Reply:
+    """The answer to one HTTP request, as it grows. A `Sink` for all of its prompts (choices are prompt-major)."""
+
+    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+        self._parsed = parsed
+        self._id = new_reply_id(parsed.kind)
+        self._created = int(time.time())
+        self._texts = [ChoiceText(tokenizer, parsed.text) for _ in range(parsed.num_choices)]
+        self._pieces: list[list[str]] = [[] for _ in self._texts]
+        self._token_ids: list[list[int]] = [[] for _ in self._texts]
+        self._finishes: list[Finish] = [""] * parsed.num_choices
+        self._writer = StreamWriter(parsed, self._id, self._created)
+        self.events = EventBuffer()
+        self.count_cached: Callable[[], int] = int  # prompt tokens found in caches; set once requests exist
+
+    def token(self, choice: int, token: int, finish: Finish) -> bool:
+        """Take the next token of `choice`. True when a stop string ended it."""
+        state = self._texts[choice]
+        text = state.push(token, finish)
+        stopped = state.stopped is not None
+        self._show(choice, text, [token], "stop" if stopped else finish)
+        return stopped
+
+    def late_finish(self, choice: int, finish: Finish) -> None:
+        """`choice` ended with the token taken last."""
+        self._show(choice, "", [], finish)
+
+    def _show(self, choice: int, text: str, token_ids: Sequence[int], finish: Finish) -> None:
+        self._finishes[choice] = finish
+        if self._parsed.stream:
+            usage = self.usage() if self._parsed.continuous_usage else NO_USAGE
+            self.events.put(self._writer.delta(choice, text, token_ids, finish, usage))
+        else:
+            self._pieces[choice].append(text)
+            self._token_ids[choice].extend(token_ids)
+
+    def usage(self) -> Usage:
+        return Usage(self._parsed.prompt_tokens, self.completion_tokens, self.count_cached())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(text.num_tokens for text in self._texts)
+
+    def end_stream(self) -> None:
+        """Every choice has its finish reason: the usage chunk and the end mark."""
+        self.events.put(self._writer.end(self.usage()))
+        self.events.close()
+
+    def body(self) -> bytes:
+        """The answer as one JSON object."""
+        results = [
+            ChoiceResult("".join(pieces), ids, finish)
+            for pieces, ids, finish in zip(self._pieces, self._token_ids, self._finishes, strict=True)
+        ]
+        return whole_response(self._parsed, self._id, self._created, results, self.usage())

@@ -1,0 +1,28 @@
+"""`python -m pdserve.prefill`: one prefill worker."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from ..engine.config import exit_with_parent, pin_to_cpu, run_main, setup_logging
+from ..engine.setup import build_engine
+from .config import parse_arguments
+from .worker import PrefillWorker
+
+
+def main() -> None:
+    config, args = parse_arguments(sys.argv[1:])
+    if args.exit_with_parent:
+        exit_with_parent()
+    setup_logging(args.log_level, args.log_json)
+    pin_to_cpu(config.worker.cpu)
+    worker = PrefillWorker(config, build_engine(config.worker.engine), socket.gethostname())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    worker.run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("pdserve.prefill", main))

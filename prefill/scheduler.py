@@ -1,0 +1,138 @@
+"""Chunked prefill: which tokens of which prompts run next. No tensors, no sockets, no clock of its own.
+
+Shortest remaining first, with ageing, so a long prompt cannot be passed for ever. A prompt whose next block is being
+computed right now for somebody else waits for that block instead of computing it twice. Prompts whose decode worker is
+not taking its slabs in are passed over until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..engine.block_pool import BlockPool, BlockTable
+from ..transfer.messages import Prefill
+from ..transfer.sender import Outgoing
+from .prompt import Key, Prompt, State, Work
+
+AGEING_TOKENS_PER_S = 200.0  # a second of waiting outweighs this many tokens of length
+PRIORITY_TOKENS = 2000.0  # one priority level outweighs this many tokens of length
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    chunk_tokens: int = 256
+    max_waiting: int = 64
+    max_computing: int = 16
+
+
+class Scheduler:
+    """All prompts of one prefill worker. `root_of(cache_salt)` gives the start of a prompt's hash chain."""
+
+    def __init__(self, pool: BlockPool, limits: PrefillLimits, root_of: Callable[[str], bytes]) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._root_of = root_of
+        self._prompts: dict[Key, Prompt] = {}
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts.values())
+
+    @property
+    def keys(self) -> set[Key]:
+        return set(self._prompts)
+
+    def get(self, key: Key) -> Prompt | None:
+        return self._prompts.get(key)
+
+    def in_state(self, state: State) -> list[Prompt]:
+        return [p for p in self if p.state is state]
+
+    def refusal(self, message: Prefill) -> str:
+        """Why this prompt cannot be taken now; empty if it can."""
+        if self._pool.blocks_for(len(message.prompt)) > self._pool.num_blocks:
+            return f"{len(message.prompt)} tokens are more than the pool's {self._pool.num_blocks} blocks"
+        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
+            return f"{self._limits.max_waiting} prompts are waiting already"
+        return ""
+
+    def add(self, message: Prefill, outgoing: Outgoing, now: float) -> None:
+        table = BlockTable(self._pool, self._root_of(message.cache_salt))
+        prompt = Prompt(message, table, outgoing, now)
+        self._prompts[prompt.key] = prompt
+
+    def drop(self, key: Key) -> Prompt | None:
+        """End an attempt in whatever state it is."""
+        prompt = self._prompts.pop(key, None)
+        if prompt is not None:
+            prompt.state = State.FINISHED
+            prompt.table.release()
+        return prompt
+
+    # --- one turn --------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> list[Work]:
+        """The chunks of the next step, within the token budget."""
+        candidates = [
+            p for p in self if p.state in (State.WAITING, State.COMPUTING) and p.outgoing.link.has_room
+        ]
+        candidates.sort(key=lambda p: self._rank(p, now))
+        budget = self._limits.chunk_tokens
+        computing = len(self.in_state(State.COMPUTING))
+        batch: list[Work] = []
+        for prompt in candidates:
+            if budget == 0:
+                break
+            if prompt.state is State.WAITING:
+                if computing >= self._limits.max_computing or not self._start(prompt, now):
+                    continue
+                computing += 1
+            count = min(budget, prompt.num_missing)
+            batch.append(Work(prompt, prompt.table.num_computed, count))
+            budget -= count
+        return batch
+
+    def _rank(self, prompt: Prompt, now: float) -> float:
+        missing = prompt.num_missing  # of a waiting prompt: all of it, its cache hits are not known yet
+        waited_s = now - prompt.arrived_at
+        return missing - waited_s * AGEING_TOKENS_PER_S + prompt.message.priority * PRIORITY_TOKENS
+
+    def _start(self, prompt: Prompt, now: float) -> bool:
+        """Give a waiting prompt its blocks, unless they do not fit or its next block is on its way elsewhere."""
+        held = prompt.table.match_prefix(prompt.tokens)
+        needed = prompt.table.num_missing_blocks(len(prompt.tokens))
+        if self._being_computed(prompt.table.key_after(held)) or needed > self._pool.num_available:
+            prompt.table.release()
+            return False
+        prompt.table.grow(len(prompt.tokens))
+        prompt.num_cached = held
+        prompt.started_at = now
+        prompt.state = State.COMPUTING
+        return True
+
+    def _being_computed(self, key: bytes | None) -> bool:
+        """Is the full block with this key among the ones some active prompt still has to finish?"""
+        if key is None:
+            return False
+        for other in self.in_state(State.COMPUTING):
+            done = other.table.num_computed // self._pool.block_size
+            if other.outgoing.link.has_room and key in other.table.keys[done:]:
+                return True
+        return False
+
+    # --- what a step brought -------------------------------------------------------------------------------------
+
+    def computed(self, work: Work) -> None:
+        """The KV of a piece of work is in its blocks."""
+        work.prompt.table.commit(work.prompt.tokens, work.end)
+
+    def all_sent(self, prompt: Prompt) -> None:
+        """Every slab has been copied out of the blocks and the handoff is behind them: the blocks can go."""
+        prompt.table.release()
+        prompt.state = State.SENDING
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between two turns (flag --check-invariants)."""
+        self._pool.check_invariants(p.table.blocks for p in self)
+        for prompt in self:
+            assert (prompt.state is State.COMPUTING) == bool(prompt.table.blocks), f"{prompt.key} {prompt.state}"

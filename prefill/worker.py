@@ -1,0 +1,313 @@
+"""The prefill worker: one loop that receives what has arrived, schedules, runs one step of chunks, and sends.
+
+Slabs leave from inside the step: the hook after each layer's KV is written copies out what decode lacks of that layer
+and hands it to ZeroMQ's own thread, while this one computes the next layer. The same hook looks at the control
+sockets, so a cancel takes effect between two layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+
+import torch
+import zmq
+
+from ..engine.block_pool import root_key
+from ..engine.metrics import WorkerMetrics
+from ..engine.runner import Chunk, Runner
+from ..engine.sampler import SampleRow, sample
+from ..engine.setup import Engine
+from ..transfer.channel import FrameCounts
+from ..transfer.errors import StepCancelled
+from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
+from ..transfer.messages import (
+    Busy,
+    Cancel,
+    Failed,
+    FirstTokens,
+    Gone,
+    Message,
+    PeerHeartbeat,
+    Prefill,
+    Register,
+    WorkerHeartbeat,
+)
+from ..transfer.messages import (
+    Peers as PeerList,
+)
+from ..transfer.sender import LinkState, Outgoing, PeerLink
+from .config import PrefillConfig
+from .peers import Peers
+from .prompt import Key, Prompt, State, Work
+from .scheduler import PrefillLimits, Scheduler
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 50
+PUMP_EVERY_S = 0.004
+NAN_TOKEN = -1
+
+
+class PrefillWorker:
+    """One prefill process. `run` returns after `stop`."""
+
+    def __init__(self, config: PrefillConfig, engine: Engine, host: str) -> None:
+        self._config = config
+        self._host = host
+        self._engine = engine
+        self._layout = engine.model.layout
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._frames = FrameCounts()
+        self._metrics = WorkerMetrics()
+        worker = config.worker
+        self._scheduler = Scheduler(
+            engine.pool, PrefillLimits(worker.chunk_tokens, config.max_waiting), self._root_of
+        )
+        self._runner = Runner(engine.model, engine.cache, self._between_layers)
+        self._members = Membership(self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s)
+        self._peers = Peers(self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost)
+        self._inbox: deque[tuple[GatewayTie, Prefill]] = deque()
+        self._pumped_at = 0.0
+        self._incarnation = self._members.worker
+        self._step: list[Work] = []
+        self._ready = False
+        self._stopping = False
+
+    def _root_of(self, cache_salt: str) -> bytes:
+        return root_key(self._layout.fingerprint, self._layout.dtype, cache_salt)
+
+    def stop(self) -> None:
+        """Ask the loop to end after its turn (signal-safe)."""
+        self._stopping = True
+
+    # --- the loop --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises RegistrationRefused when a gateway says no for good."""
+        self._warm_up()
+        try:
+            while not self._stopping:
+                self._receive()
+                batch = self._scheduler.plan(time.monotonic())
+                if batch:
+                    self._run_step(batch)
+                self._send()
+                if self._config.worker.check_invariants:
+                    self._check_invariants()
+                if not batch:
+                    self._wait()
+        finally:
+            self._members.close()
+            self._peers.close()
+            self._context.destroy(linger=200)
+
+    def _warm_up(self) -> None:
+        """Compute one token for real before anybody is told that this worker is ready."""
+        blocks = self._engine.pool.allocate(1)
+        self._runner.forward([Chunk([0], 0, blocks, True)])
+        self._engine.pool.release(blocks)
+        self._ready = True
+
+    def _receive(self) -> None:
+        self._pump()
+        while self._inbox:
+            tie, message = self._inbox.popleft()
+            if self._members.owner.get((message.request, message.attempt)) is tie:
+                self._accept(message)
+
+    def _wait(self) -> None:
+        """Sleep until a socket has something, or something is due."""
+        poller = zmq.Poller()
+        for socket in (*self._members.sockets, *self._peers.sockets):
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(IDLE_WAIT_MS)
+
+    def _between_layers(self, layer: int) -> None:
+        """This layer's KV of the running step is written: ship it, then look at the control sockets."""
+        for work in self._step:
+            prompt = work.prompt
+            if prompt.state is State.COMPUTING:
+                prompt.outgoing.ship(self._engine.cache, layer, prompt.table.blocks, work.end)
+        if time.monotonic() - self._pumped_at >= PUMP_EVERY_S:
+            self._pump()
+            if self._step and all(work.prompt.state is State.FINISHED for work in self._step):
+                raise StepCancelled
+
+    def _pump(self) -> None:
+        """Control messages: cancels take effect now, heartbeats go out, new prompts wait in the inbox."""
+        for tie, event in self._members.poll():
+            match event:
+                case Cancel(request=request, attempt=attempt, choice=None):
+                    self._drop((request, attempt))
+                case Cancel():
+                    pass  # one choice of several: the others still need the prompt
+                case Unwanted(attempt=key):
+                    self._drop(key)
+                case Gone(request=request, attempt=attempt):
+                    self._drop((request, attempt))
+                case GatewayLost():
+                    self._gateway_lost(tie)
+                case PeerList(decode=decode):
+                    self._peers.update(self._members.ties.index(tie), decode, self._members.worker)
+                case Prefill(request=request, attempt=attempt) as message:
+                    self._members.owner[request, attempt] = tie
+                    self._inbox.append((tie, message))
+                case _:
+                    self._frames.drop("unexpected")
+        if self._members.worker != self._incarnation:
+            self._incarnation = self._members.worker
+            self._peers.reconnect_all(self._incarnation)
+        for link, peer_message in self._peers.poll(self._members.worker):
+            self._heard_from_peer(link, peer_message)
+        self._members.tick(self._registration, self._heartbeat)
+        self._peers.tick(self._live_on)
+        self._pumped_at = time.monotonic()
+
+    def _gateway_lost(self, tie: GatewayTie) -> None:
+        self._inbox = deque(entry for entry in self._inbox if entry[0] is not tie)
+        for key in self._members.owned_by(tie):
+            self._drop(key)
+        self._peers.forget_gateway(self._members.ties.index(tie), self._members.worker)
+
+    # --- prompts ---------------------------------------------------------------------------------------------
+
+    def _accept(self, message: Prefill) -> None:
+        key = message.request, message.attempt
+        if self._scheduler.get(key) is not None:
+            self._frames.drop("repeated")
+            return
+        for older in [k for k in self._scheduler.keys if k[0] == message.request and k[1] < message.attempt]:
+            self._drop(older)
+        link = self._peers.get(message.decode)
+        if link is None or link.state is not LinkState.LINKED:
+            self._fail(key, "no_link", f"no link to {message.decode}", retryable=True)
+        elif message.held_tokens >= len(message.prompt):
+            self._fail(key, "bad_request", "nothing is left to compute", retryable=False)
+        elif reason := self._scheduler.refusal(message):
+            self._members.send(key, Busy(*key, reason))
+            self._members.owner.pop(key, None)
+        else:
+            outgoing = Outgoing(*key, message.reservation, message.held_tokens, link, self._layout.num_layers)
+            self._scheduler.add(message, outgoing, time.monotonic())
+
+    def _drop(self, key: Key) -> None:
+        """Let go of an attempt, whatever it is doing."""
+        self._members.owner.pop(key, None)
+        if self._scheduler.drop(key) is not None:
+            self._members.hasten_heartbeat()
+
+    def _fail(self, key: Key, reason: str, detail: str, *, retryable: bool) -> None:
+        log.warning("%s attempt %d failed here: %s (%s)", *key, reason, detail)
+        self._members.send(key, Failed(*key, reason, detail[:4000], retryable))
+        self._drop(key)
+
+    def _link_lost(self, link: PeerLink) -> None:
+        for prompt in [p for p in self._scheduler if p.outgoing.link is link]:
+            self._fail(prompt.key, "link_lost", f"the link to {link.peer.worker} is gone", retryable=True)
+
+    def _heard_from_peer(self, link: PeerLink, message: Message) -> None:
+        match message:
+            case Gone(request=request, attempt=attempt):
+                prompt = self._scheduler.get((request, attempt))
+                if prompt is not None and prompt.outgoing.link is link and prompt.state is not State.SENDING:
+                    self._fail(prompt.key, "gone", f"{link.peer.worker} does not want it any more", retryable=True)
+            case PeerHeartbeat():
+                pass  # it lists what it waits for; what it does not want it answers with Gone
+
+    def _live_on(self, link: PeerLink) -> list[Key]:
+        return [p.key for p in self._scheduler if p.outgoing.link is link]
+
+    # --- one step --------------------------------------------------------------------------------------------
+
+    def _run_step(self, batch: list[Work]) -> None:
+        started = time.monotonic()
+        self._step = batch
+        try:
+            logits = self._runner.forward(
+                [
+                    Chunk(w.prompt.tokens[w.start : w.end], w.start, w.prompt.table.blocks, w.samples)
+                    for w in batch
+                ]
+            )
+        except StepCancelled:
+            return
+        finally:
+            self._step = []
+        self._metrics.step_seconds.observe(time.monotonic() - started)
+        self._metrics.computed_tokens.inc(sum(w.count for w in batch))
+        for work in batch:
+            if work.prompt.state is State.COMPUTING:
+                self._scheduler.computed(work)
+        for row, work in enumerate(w for w in batch if w.samples):
+            if work.prompt.state is State.COMPUTING:
+                self._finish(work.prompt, logits[row : row + 1])
+
+    def _finish(self, prompt: Prompt, logits: torch.Tensor) -> None:
+        """The prompt is computed: sample token 0 of every choice, tell the gateway, hand over to decode.
+
+        `logits`: [1, vocab] of the prompt's last token.
+        """
+        message = prompt.message
+        rows = [SampleRow(message.params, message.prompt, [], choice) for choice in range(message.num_choices)]
+        tokens = sample(logits.expand(len(rows), -1), rows, self._engine.model.eos_token_ids)
+        if NAN_TOKEN in tokens:
+            prompt.outgoing.abort("logits are not finite")
+            self._fail(prompt.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
+            return
+        self._metrics.prefix_cached_tokens.inc(prompt.num_cached)
+        now = time.monotonic()
+        first = FirstTokens(
+            *prompt.key, tokens, prompt.num_cached, prompt.started_at - prompt.arrived_at, now - prompt.started_at
+        )
+        self._members.send(prompt.key, first)
+        prompt.outgoing.hand_off(tokens)
+        self._scheduler.all_sent(prompt)
+
+    # --- what goes out ---------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        self._members.tick(self._registration, self._heartbeat)
+        self._peers.tick(self._live_on)
+        for prompt in self._scheduler.in_state(State.SENDING):
+            if prompt.outgoing.link.drained:
+                self._drop(prompt.key)
+
+    def _registration(self) -> Register:
+        return Register(
+            worker=self._members.worker,
+            role="prefill",
+            model=self._config.worker.engine.served_model_name,
+            layout=self._layout,
+            host=self._host,
+            bulk_address="",
+            peer_address="",
+            links=["zmq"],
+            block_size=self._engine.pool.block_size,
+            num_blocks=self._engine.pool.num_blocks,
+            max_model_len=self._engine.model.max_model_len,
+            max_sequences=self._config.max_waiting,
+            pid=os.getpid(),
+        )
+
+    def _heartbeat(self, tie: GatewayTie) -> WorkerHeartbeat:
+        counts = self._engine.pool.counts
+        return WorkerHeartbeat(
+            seen_seq=tie.seen_seq,
+            live=sorted(self._members.owned_by(tie)),
+            ready=self._ready,
+            free_blocks=counts.free + counts.cached,
+            held_blocks=counts.held,
+            running=len(self._scheduler.in_state(State.COMPUTING)),
+            waiting=len(self._scheduler.in_state(State.WAITING)) + len(self._inbox),
+            queued_tokens=sum(p.num_missing for p in self._scheduler if p.state in (State.WAITING, State.COMPUTING)),
+            links=self._peers.report(),
+            metrics=self._metrics.snapshot(self._engine.pool, self._frames),
+        )
+
+    def _check_invariants(self) -> None:
+        self._scheduler.check_invariants()
+        inbox = {(message.request, message.attempt) for _, message in self._inbox}
+        assert self._scheduler.keys | inbox == set(self._members.owner), "owners and prompts differ"

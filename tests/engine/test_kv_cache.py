@@ -1,0 +1,127 @@
+"""The paged cache: slabs in and out by token range, and how many blocks a worker may have."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine import kv_cache
+from pdserve.engine.kv_cache import KVCache, parse_size, plan_num_blocks
+from pdserve.transfer.errors import ConfigError
+from pdserve.transfer.layout import KVLayout, LayerShape
+
+LAYOUT = KVLayout(
+    fingerprint="f", dtype="float32", layers=(LayerShape(2, 4, 4), LayerShape(1, 6, 3), LayerShape(3, 5, 2))
+)
+GIB = 1024**3
+
+
+def filled(block_size: int, num_blocks: int = 30, dtype: str = "float32") -> KVCache:
+    cache = KVCache(KVLayout(fingerprint="f", dtype=dtype, layers=LAYOUT.layers), num_blocks, block_size)
+    generator = torch.Generator().manual_seed(block_size)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_(generator=generator)
+    return cache
+
+
+@given(
+    sizes=st.tuples(st.sampled_from([1, 3, 16, 32]), st.sampled_from([1, 3, 16, 32])),
+    first_token=st.integers(0, 20),
+    num_tokens=st.integers(1, 25),
+    layer=st.integers(0, 2),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_a_token_range_survives_the_trip_between_block_sizes(
+    sizes: tuple[int, int], first_token: int, num_tokens: int, layer: int, dtype: str
+) -> None:
+    source, target = filled(sizes[0], 60, dtype), filled(sizes[1], 60, dtype)
+    blocks = [random.Random(size).sample(range(60), -(-(first_token + num_tokens) // size)) for size in sizes]
+    slab = source.gather(layer, blocks[0], first_token, num_tokens)
+    assert slab.nbytes == num_tokens * source.layout.layer_bytes_per_token(layer)
+    before = [tensor.clone() for tensor in (*target.keys, *target.values)]
+    target.scatter(layer, blocks[1], first_token, num_tokens, slab)
+    assert bytes(target.gather(layer, blocks[1], first_token, num_tokens)) == bytes(slab)
+    changed = sum(
+        int((now != then).flatten(2).any(2).sum())
+        for now, then in zip((*target.keys, *target.values), before, strict=True)
+    )
+    assert changed <= 2 * num_tokens, "tokens outside of the range were touched"
+
+
+def test_a_slab_holds_the_tokens_of_the_range_in_order() -> None:
+    cache = filled(3)
+    slab = cache.gather(1, [7, 2, 9], first_token=2, num_tokens=5)
+    floats = torch.frombuffer(bytearray(slab), dtype=torch.float32)
+    tokens = [(7, 2), (2, 0), (2, 1), (2, 2), (9, 0)]
+    keys = torch.stack([cache.keys[1][block, offset] for block, offset in tokens])
+    values = torch.stack([cache.values[1][block, offset] for block, offset in tokens])
+    assert torch.equal(floats, torch.cat([keys.flatten(), values.flatten()]))
+
+
+def test_a_copied_block_equals_its_source_in_every_layer_and_touches_no_other() -> None:
+    cache = filled(4, num_blocks=5)
+    before = [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+    cache.copy_block(1, 3)
+    for tensor, old in zip((*cache.keys, *cache.values), before, strict=True):
+        assert torch.equal(tensor[3], old[1])
+        assert torch.equal(tensor[[0, 1, 2, 4]], old[[0, 1, 2, 4]])
+
+
+def test_a_range_past_the_block_table_is_a_bug_not_a_read() -> None:
+    with pytest.raises(AssertionError, match="do not cover"):
+        filled(4).gather(0, [1, 2], first_token=4, num_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 1048576), ("512M", 512 << 20), ("2G", 2 * GIB), ("1.5GiB", 3 * GIB // 2), ("64kb", 65536)],
+)
+def test_sizes_are_read_in_powers_of_1024(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "2X", "0", "0.0001K", "2 G G", "1e9", "nan", "٣G"])
+def test_a_size_that_is_none_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_size(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.fixture
+def one_gib(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda device: GIB)
+    return GIB
+
+
+def test_by_default_the_cache_takes_a_share_of_what_is_available(one_gib: int) -> None:
+    blocks = plan_num_blocks(LAYOUT, 16, None, None, "cpu")
+    assert blocks == int(one_gib * 0.15) // (16 * LAYOUT.bytes_per_token)
+
+
+def test_by_default_the_cache_never_takes_more_than_2_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda device: 1000 * GIB)
+    assert plan_num_blocks(LAYOUT, 16, None, None, "cpu") == 2 * GIB // (16 * LAYOUT.bytes_per_token)
+
+
+def test_an_explicit_size_is_taken_as_it_is(one_gib: int) -> None:
+    assert plan_num_blocks(LAYOUT, 16, 77, None, "cpu") == 77
+    assert plan_num_blocks(LAYOUT, 16, None, 100 * 16 * LAYOUT.bytes_per_token + 5, "cpu") == 100
+
+
+def test_a_cache_past_the_available_memory_is_refused_naming_both_numbers(one_gib: int) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-memory needs 3\.00 GiB for KV, but 1\.00 GiB is available"):
+        plan_num_blocks(LAYOUT, 16, None, 3 * GIB, "cpu")
+    with pytest.raises(ConfigError, match=r"--kv-blocks 10000000 needs .* GiB for KV, but 1\.00 GiB is available"):
+        plan_num_blocks(LAYOUT, 16, 10_000_000, None, "cpu")
+
+
+@pytest.mark.parametrize(("kv_blocks", "kv_memory"), [(0, None), (-3, None), (None, 100), (5, 10**9)])
+def test_a_size_without_room_for_a_block_or_given_twice_is_refused(
+    one_gib: int, kv_blocks: int | None, kv_memory: int | None
+) -> None:
+    with pytest.raises(ConfigError):
+        plan_num_blocks(LAYOUT, 16, kv_blocks, kv_memory, "cpu")

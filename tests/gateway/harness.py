@@ -1,0 +1,142 @@
+"""What the gateway's tests have in common: a pool, a dispatcher and fake workers on one ipc address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
+from pdserve.engine.lifetime import Lifetime
+from pdserve.gateway.dispatch import Dispatcher
+from pdserve.gateway.limits import AdmissionQueue
+from pdserve.gateway.membership import ModelIdentity
+from pdserve.gateway.pool import Pool
+from pdserve.gateway.request import Job, Request
+from pdserve.gateway.router import POLICIES
+from pdserve.transfer.messages import SamplingParams
+
+
+@dataclass
+class Sink:
+    """Keeps what it is given. `stop_at` (choice → token count) plays a stop string."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    stop_at: dict[int, int] = field(default_factory=dict)
+
+    def token(self, choice: int, token: int, finish: str) -> bool:
+        assert choice not in self.finishes, "nothing may follow the end of a choice"
+        mine = self.tokens.setdefault(choice, [])
+        mine.append(token)
+        if finish:
+            self.finishes[choice] = finish
+        return len(mine) == self.stop_at.get(choice)
+
+    def late_finish(self, choice: int, finish: str) -> None:
+        self.finishes[choice] = finish
+
+
+@dataclass
+class System:
+    """One gateway without its HTTP side, and the workers that a test adds."""
+
+    context: zmq.Context[Any]
+    pool: Pool
+    dispatcher: Dispatcher
+    retries: list[str] = field(default_factory=list)
+    workers: list[FakeWorker] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def count_retry(self, kind: str) -> None:
+        self.retries.append(kind)
+
+    def start(self, worker: FakeWorker) -> None:
+        self.workers.append(worker)
+        self.tasks.append(asyncio.create_task(worker.run()))
+
+    def decode(self, name: str = "d0", **options: Any) -> FakeDecode:
+        worker = FakeDecode(self.context, self.pool.address, name, **options)
+        self.start(worker)
+        return worker
+
+    def prefill(self, name: str = "p0", **options: Any) -> FakePrefill:
+        decodes = [w for w in self.workers if isinstance(w, FakeDecode)]
+        worker = FakePrefill(self.context, self.pool.address, name, decodes=decodes, **options)
+        self.start(worker)
+        return worker
+
+    async def pair(self) -> tuple[FakeDecode, FakePrefill]:
+        """One of each, linked and ready."""
+        decode = self.decode()
+        prefill = self.prefill()
+        await self.linked(1)
+        return decode, prefill
+
+    async def linked(self, count: int) -> None:
+        await until(lambda: sum(p is not None for _, p in self.pool.pairs(alone=False)) == count)
+
+    async def ready(self, count: int) -> None:
+        await until(lambda: sum(w.ready for w in self.pool.workers.values()) == count)
+
+    def request(
+        self, *, prompt_tokens: int = 40, max_tokens: int = 10, n: int = 1, sink: Sink | None = None,
+        eos: frozenset[int] = frozenset({0}), priority: int = 0,
+    ) -> tuple[Request, Sink]:  # fmt: skip
+        sink = sink or Sink()
+        job = Job(list(range(1, prompt_tokens + 1)), n, SamplingParams(max_tokens, seed=1), priority=priority)
+        return Request(job, self.dispatcher, sink, Lifetime(), self, eos), sink
+
+    @property
+    def num_legs(self) -> int:
+        return sum(len(w.legs) for w in self.pool.workers.values())
+
+    async def idle(self) -> None:
+        """Nothing is placed anywhere, and every worker that still runs knows it."""
+        await until(lambda: self.num_legs == 0 and not any(w.live for w in self.workers if not w.killed))
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait for a condition of another task's making; fails the test when it does not come true."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def expected(prompt_tokens: int, count: int) -> list[int]:
+    return [token_at(prompt_tokens + i) for i in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def running_system(
+    directory: Path, *, max_queue: int = 100, queue_timeout_s: float = 5.0, local_prefill: str = "auto",
+    death_bound_s: float = 1.0, policy: str = "prefix_aware",
+) -> AsyncIterator[System]:  # fmt: skip
+    with zmq_context() as context:
+        identity = ModelIdentity((MODEL,), "/models/m", FINGERPRINT)
+        pool = Pool(context, f"ipc://{directory}/gw", "gateway#00000000", identity, death_bound_s)
+        dispatcher = Dispatcher(pool, AdmissionQueue(max_queue), POLICIES[policy], local_prefill, queue_timeout_s)
+        system = System(context, pool, dispatcher)
+        beating = pool.start()
+        try:
+            yield system
+        finally:
+            for worker in system.workers:
+                if not worker.killed:
+                    worker.kill()
+            await asyncio.gather(*system.tasks)
+            await pool.close()
+            beating.result()
+
+
+@contextlib.contextmanager
+def zmq_context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)

@@ -1,0 +1,194 @@
+"""Paged attention against its definition, on the shapes models have and on odd ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention import AttentionBatch, paged_attention
+from pdserve.kernels.attention_cpu import MIN_TILE_ROWS
+from pdserve.kernels.attention_reference import attend_by_definition, paged_attention_reference
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 4
+    kv_heads: int = 2
+    k_head_dim: int = 16
+    v_head_dim: int = 16
+    block_size: int = 16
+    query_lens: tuple[int, ...] = (1, 7, 1)
+    context_lens: tuple[int, ...] = (33, 29, 1)
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: AttentionBatch
+    sinks: Tensor | None
+
+
+def make(case: Case, seed: int = 0) -> Inputs:
+    """Random sequences over shuffled blocks; everything that is not a token of theirs is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    block_size = case.block_size
+    used = [-(-length // block_size) for length in case.context_lens]
+    num_blocks = sum(used) + 3
+    free = rng.sample(range(num_blocks), num_blocks)
+    tables = torch.zeros(len(used), max(used), dtype=torch.int64)
+    k_cache = torch.full((num_blocks, block_size, case.kv_heads, case.k_head_dim), float("nan"), dtype=case.dtype)
+    v_cache = torch.full((num_blocks, block_size, case.kv_heads, case.v_head_dim), float("nan"), dtype=case.dtype)
+    slots = []
+    for row, (num, length, query_len) in enumerate(zip(used, case.context_lens, case.query_lens, strict=True)):
+        blocks = [free.pop() for _ in range(num)]
+        tables[row, :num] = torch.tensor(blocks)
+        places = torch.tensor([blocks[t // block_size] * block_size + t % block_size for t in range(length)])
+        for cache in (k_cache, v_cache):
+            values = torch.randn(length, *cache.shape[2:], generator=generator)
+            cache.view(-1, *cache.shape[2:])[places] = values.to(case.dtype)
+        slots.append(places[length - query_len :])
+    q = torch.randn(sum(case.query_lens), case.heads, case.k_head_dim, generator=generator).to(case.dtype)
+    sinks = torch.randn(case.heads, generator=generator) if case.sinks else None
+    batch = AttentionBatch(
+        slots=torch.cat(slots),
+        query_lens=list(case.query_lens),
+        context_lens=list(case.context_lens),
+        block_tables=tables,
+        block_size=block_size,
+    )
+    return Inputs(q, k_cache, v_cache, batch, sinks)
+
+
+def compute(case: Case, inputs: Inputs, batch: AttentionBatch | None = None, q: Tensor | None = None) -> Tensor:
+    return paged_attention(
+        inputs.q if q is None else q,
+        inputs.k_cache,
+        inputs.v_cache,
+        batch or inputs.batch,
+        scale=0.3,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=inputs.sinks,
+    )
+
+
+def expected(case: Case, inputs: Inputs) -> Tensor:
+    return paged_attention_reference(
+        inputs.q.double(),
+        inputs.k_cache.double(),
+        inputs.v_cache.double(),
+        query_lens=list(case.query_lens),
+        context_lens=list(case.context_lens),
+        block_tables=inputs.batch.block_tables,
+        scale=0.3,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=None if inputs.sinks is None else inputs.sinks.double(),
+    )
+
+
+TILE = MIN_TILE_ROWS
+CASES = {
+    "plain": Case(),
+    "block-of-one": Case(block_size=1),
+    "block-of-three": Case(block_size=3),
+    "block-of-32": Case(block_size=32),
+    "odd-heads": Case(heads=9, kv_heads=3, k_head_dim=5, v_head_dim=5, block_size=3),
+    "one-kv-head": Case(heads=7, kv_heads=1, k_head_dim=3, v_head_dim=3),
+    "no-grouping": Case(heads=3, kv_heads=3, k_head_dim=24, v_head_dim=24),
+    "latent": Case(heads=4, kv_heads=4, k_head_dim=24, v_head_dim=17, block_size=3),
+    "window": Case(window=5),
+    "window-of-one": Case(window=1, block_size=3),
+    "window-in-blocks-of-one": Case(window=6, block_size=1),
+    "window-equal-to-context": Case(window=29),
+    "window-beyond-context": Case(window=1000),
+    "window-shorter-than-chunk": Case(window=4, query_lens=(20, 3), context_lens=(31, 3), block_size=3),
+    "softcap": Case(softcap=1.5),
+    "sinks": Case(sinks=True),
+    "everything": Case(
+        heads=6, kv_heads=2, k_head_dim=7, v_head_dim=9, block_size=3, window=6, softcap=2.0, sinks=True
+    ),
+    "whole-prompts": Case(query_lens=(13, 40), context_lens=(13, 40)),
+    "single-token-prompt": Case(query_lens=(1,), context_lens=(1,), block_size=32, sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_paged_attention_equals_its_definition(name: str) -> None:
+    inputs = make(CASES[name])
+    torch.testing.assert_close(compute(CASES[name], inputs).double(), expected(CASES[name], inputs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3, 11, 30])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_chunk_of_many_tiles_equals_its_definition(
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kernels.attention_cpu.TILE_SCORES", 1)
+    case = Case(query_lens=(3 * TILE + 1, TILE), context_lens=(4 * TILE, TILE), window=window, sinks=sinks)
+    inputs = make(case)
+    torch.testing.assert_close(compute(case, inputs).double(), expected(case, inputs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
+    case = Case(dtype=dtype, window=9, softcap=3.0, sinks=True)
+    inputs = make(case)
+    result = compute(case, inputs)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected(case, inputs), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(window=6), Case(sinks=True, softcap=2.0)])
+def test_a_sequence_gives_the_same_bits_alone_and_beside_others(case: Case) -> None:
+    inputs = make(case)
+    together = compute(case, inputs).split(list(case.query_lens))
+    rows = inputs.q.split(list(case.query_lens))
+    for i, part in enumerate(together):
+        alone = replace(
+            inputs.batch,
+            query_lens=[case.query_lens[i]],
+            context_lens=[case.context_lens[i]],
+            block_tables=inputs.batch.block_tables[i : i + 1],
+        )
+        assert torch.equal(compute(case, inputs, alone, rows[i]), part)
+
+
+def test_where_the_blocks_lie_does_not_change_a_bit() -> None:
+    case = Case(query_lens=(5,), context_lens=(50,))
+    inputs = make(case)
+    order = torch.randperm(len(inputs.k_cache), generator=torch.Generator().manual_seed(9))
+    moved = Inputs(inputs.q, inputs.k_cache[order], inputs.v_cache[order], inputs.batch, None)
+    places = torch.argsort(order)
+    batch = replace(inputs.batch, block_tables=places[inputs.batch.block_tables])
+    assert torch.equal(compute(case, moved, batch), compute(case, inputs))
+
+
+def test_a_step_leaves_no_trace_in_the_next_layer_of_the_same_step() -> None:
+    """The workspace is shared by layers of different shapes and windows."""
+    wide = make(Case(k_head_dim=16, v_head_dim=16), seed=1)
+    for case in (Case(window=5), Case(k_head_dim=8, v_head_dim=12), Case(), Case(window=2)):
+        inputs = make(case)
+        shared = replace(inputs.batch, workspace=wide.batch.workspace)
+        assert torch.equal(compute(case, inputs, shared), compute(case, inputs))
+
+
+def test_the_definition_equals_torchs_attention() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(9, heads, 6, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    ours = attend_by_definition(q, k, v, scale=0.4, window=None, softcap=None, sinks=None)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=0.4, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, theirs.transpose(0, 1))

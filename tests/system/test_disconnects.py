@@ -1,0 +1,89 @@
+"""Clients that leave: nothing of their requests stays anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from tests.system.harness import System
+
+pytestmark = pytest.mark.timeout(300, method="signal")
+
+NUM_CLIENTS = 100
+ARRIVALS_S = 6.0
+LONGEST_STAY_S = 5.0
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One client: when it comes, what it asks, how long it stays, how it leaves."""
+
+    arrival_s: float
+    stay_s: float
+    body: dict[str, object]
+    abrupt: bool  # RST instead of FIN
+
+
+@dataclass(frozen=True)
+class Outcome:
+    left_early: bool
+    received_bytes: int
+
+
+def plan_visits(model: str) -> list[Visit]:
+    rng = random.Random(SEED)
+    visits = []
+    for number in range(NUM_CLIENTS):
+        body: dict[str, object] = {
+            "model": model,
+            "prompt": [rng.randrange(100, 40_000) for _ in range(rng.choice((3, 20, 60, 200)))],
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "n": rng.choice((1, 1, 1, 2)),
+            "stream": number % 3 != 0,
+        }
+        visits.append(Visit(rng.uniform(0, ARRIVALS_S), rng.uniform(0, LONGEST_STAY_S), body, rng.random() < 0.5))
+    return visits
+
+
+async def pay_visit(port: int, visit: Visit) -> Outcome:
+    await asyncio.sleep(visit.arrival_s)
+    body = json.dumps(visit.body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
+    received = b""
+    try:
+        async with asyncio.timeout(visit.stay_s):
+            while piece := await reader.read(65_536):
+                received += piece
+        left_early = False
+    except TimeoutError:
+        left_early = True
+    if visit.abrupt:
+        writer.transport.abort()
+    else:
+        writer.close()
+    assert not received or received.startswith(b"HTTP/1.1 200"), received[:300]
+    return Outcome(left_early, len(received))
+
+
+async def pay_visits(port: int, visits: list[Visit]) -> list[Outcome]:
+    return await asyncio.gather(*(pay_visit(port, visit) for visit in visits))
+
+
+def test_clients_that_leave_at_random_moments_leave_nothing_behind(demo_system: System) -> None:
+    ask = {"max_tokens": 12, "temperature": 0}
+    expected = demo_system.client.complete("The tide was out and", **ask)
+    outcomes = asyncio.run(pay_visits(demo_system.port, plan_visits(demo_system.client.model)))
+    demo_system.assert_idle(2.0)
+    assert sum(outcome.left_early for outcome in outcomes) > 0.9 * NUM_CLIENTS
+    assert sum(outcome.received_bytes > 0 for outcome in outcomes) > 10, "some left in the middle of their text"
+    assert sum(outcome.received_bytes == 0 for outcome in outcomes) > NUM_CLIENTS // 3, "some left before it began"
+    assert demo_system.client.complete("The tide was out and", **ask).choices == expected.choices
+    assert demo_system.metric("pdserve_requests_total") >= NUM_CLIENTS

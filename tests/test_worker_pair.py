@@ -1,0 +1,206 @@
+"""A prefill and a decode worker, driven from the gateway's end: exact tokens, exact bytes, nothing left behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Peers, Reserved
+from tests.engine.tiny_models import build, prompts, reference
+from tests.worker_rig import Rig, prefill_message, reserve_message
+
+PROMPTS = prompts([50, 3, 33])
+LONG = prompts([200])[0]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def golden() -> list[list[int]]:
+    model = build("llama")
+    return [reference(model, prompt, 10) for prompt in PROMPTS]
+
+
+def dispatch(rig: Rig, name: str, prompt: list[int], prefill: str, decode: str, **change) -> Reserved:
+    """Reserve at decode, then send the prompt to prefill."""
+    message = reserve_message(name, prompt, prefill, **change)
+    rig.live.add((name, message.attempt))
+    rig.send(decode, message)
+    reserved = rig.wait_for(Reserved, name, message.attempt)
+    assert isinstance(reserved, Reserved)
+    rig.send(prefill, prefill_message(message, reserved, decode))
+    return reserved
+
+
+def settle(rig: Rig, *workers: str) -> None:
+    for worker in workers:
+        rig.until(lambda worker=worker: rig.held(worker) == 0, f"{worker} holds nothing")
+        rig.until(lambda worker=worker: not rig.heartbeats[worker].live, f"{worker} lists nothing")
+
+
+def test_tokens_through_both_workers_equal_the_reference(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair()
+    for i, prompt in enumerate(PROMPTS[:3]):
+        dispatch(rig, f"r{i}", prompt, prefill, decode)
+    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
+    assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden[:3]
+    first = rig.wait_for(FirstTokens, "r0")
+    assert isinstance(first, FirstTokens)
+    assert first.tokens == golden[0][:1]
+    bytes_per_token = rig.registered[decode].layout.bytes_per_token
+    assert rig.metric(decode, "pdserve_transfer_bytes_total") == sum(map(len, PROMPTS[:3])) * bytes_per_token
+    settle(rig, prefill, decode)
+
+
+def test_only_what_decode_lacks_is_sent(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair()
+    bytes_per_token = rig.registered[decode].layout.bytes_per_token
+    dispatch(rig, "a", PROMPTS[0], prefill, decode)
+    rig.until(lambda: bool(rig.finished("a")), "a has finished")
+    before = rig.metric(decode, "pdserve_transfer_bytes_total")
+    reserved = dispatch(rig, "b", PROMPTS[0], prefill, decode)
+    rig.until(lambda: bool(rig.finished("b")), "b has finished")
+    assert reserved.held_tokens == 48
+    assert rig.metric(decode, "pdserve_transfer_bytes_total") - before == 2 * bytes_per_token
+    assert rig.tokens("b")[0] == golden[0]
+
+
+def test_a_decode_worker_alone_computes_the_prompt_itself(rig: Rig, golden: list[list[int]]) -> None:
+    decode = rig.start_decode()
+    for i, prompt in enumerate(PROMPTS[:3]):
+        rig.live.add((f"r{i}", 1))
+        rig.send(decode, reserve_message(f"r{i}", prompt))
+    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
+    assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden[:3]
+    assert rig.metric(decode, "pdserve_local_prefill_total") == 3
+    settle(rig, decode)
+
+
+def test_preemption_does_not_change_a_token(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair(num_blocks=25)
+    for i, prompt in enumerate(PROMPTS[:3]):
+        dispatch(rig, f"r{i}", prompt, prefill, decode)
+    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
+    assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden[:3]
+    assert rig.metric(decode, "pdserve_preemptions_total") > 0
+    settle(rig, prefill, decode)
+
+
+def test_choices_are_prefilled_and_sent_once(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair()
+    dispatch(rig, "a", PROMPTS[0], prefill, decode, n=3)
+    rig.until(lambda: rig.finished("a") == {0, 1, 2}, "all choices have finished")
+    assert rig.tokens("a") == dict.fromkeys(range(3), golden[0])
+    bytes_per_token = rig.registered[decode].layout.bytes_per_token
+    assert rig.metric(decode, "pdserve_transfer_bytes_total") == len(PROMPTS[0]) * bytes_per_token
+    settle(rig, prefill, decode)
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["cancelled", "unlisted"])
+def test_an_unwanted_attempt_is_dropped_on_both_sides(rig: Rig, explicit: bool) -> None:
+    prefill, decode = rig.pair(chunk_tokens=1)
+    dispatch(rig, "a", LONG, prefill, decode)
+    rig.live.clear()
+    if explicit:
+        rig.send(decode, Cancel("a", 1))
+        rig.send(prefill, Cancel("a", 1))
+    settle(rig, prefill, decode)
+    assert not rig.finished("a")
+
+
+def test_a_cancel_at_decode_alone_stops_prefill_too(rig: Rig) -> None:
+    prefill, decode = rig.pair(chunk_tokens=1)
+    dispatch(rig, "a", LONG, prefill, decode)
+    rig.send(decode, Cancel("a", 1))
+    failed = rig.wait_for(Failed, "a")
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retryable) == ("gone", True)
+    settle(rig, prefill, decode)
+
+
+def test_a_reservation_nobody_fills_ends_at_its_deadline(rig: Rig) -> None:
+    prefill, decode = rig.pair(deadline_s=0.5)
+    rig.live.add(("a", 1))
+    rig.send(decode, reserve_message("a", PROMPTS[0], prefill))
+    rig.wait_for(Reserved, "a")
+    failed = rig.wait_for(Failed, "a")
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retryable) == ("transfer_deadline", True)
+    settle(rig, decode)
+
+
+def test_waiting_in_prefills_queue_counts_as_progress(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair(deadline_s=1.5, chunk_tokens=1)
+    for i in range(4):
+        dispatch(rig, f"r{i}", [*PROMPTS[0][i:], *range(3, 60)], prefill, decode)
+    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(4)), "all have finished", 60)
+    assert not [m for _, m in rig.received if isinstance(m, Failed)]
+
+
+def test_a_newer_attempt_replaces_the_older(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair(chunk_tokens=1)
+    dispatch(rig, "a", PROMPTS[0], prefill, decode)
+    rig.live.discard(("a", 1))
+    dispatch(rig, "a", PROMPTS[0], prefill, decode, attempt=2)
+    rig.until(lambda: bool(rig.finished("a", 2)), "the second attempt has finished")
+    assert rig.tokens("a", 2)[0] == golden[0]
+    settle(rig, prefill, decode)
+
+
+def test_a_resumed_request_goes_on_from_its_tokens(rig: Rig, golden: list[list[int]]) -> None:
+    decode = rig.start_decode()
+    rig.live.add(("a", 2))
+    rig.send(decode, reserve_message("a", PROMPTS[0], attempt=2, outputs=[golden[0][:4]]))
+    rig.until(lambda: any(type(m).__name__ == "Tokens" and m.items[-1][5] for _, m in rig.received), "it has finished")
+    items = [item for _, m in rig.received if type(m).__name__ == "Tokens" for item in m.items]
+    assert [(item[3], item[4]) for item in items] == list(enumerate(golden[0]))[4:]
+
+
+def test_prefill_fails_an_attempt_whose_decode_worker_has_left(rig: Rig) -> None:
+    prefill, decode = rig.pair(chunk_tokens=1)
+    dispatch(rig, "a", LONG, prefill, decode)
+    rig.until(lambda: rig.heartbeats[prefill].running == 1, "prefill is at it")
+    rig.send(prefill, Peers([]))
+    failed = rig.wait_for(Failed, "a")
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retryable) == ("link_lost", True)
+    settle(rig, prefill)
+
+
+def test_a_silent_gateway_is_dropped_with_its_work_and_joined_again(rig: Rig) -> None:
+    prefill, decode = rig.pair(chunk_tokens=1, death_bound_s=1.0)
+    first = rig.identity[decode]
+    rig.live.add(("a", 1))
+    rig.send(decode, reserve_message("a", LONG, prefill))
+    rig.wait_for(Reserved, "a")
+    assert rig.held(decode) > 0
+    rig.accepting = False  # no heartbeats, no registrations
+    rig.until(lambda: any(k.startswith(decode) and k != first for k in rig.knocks), "decode knocks anew")
+    rig.accepting = True
+    rig.until(lambda: rig.identity[decode] != first, "decode registers on a new connection")
+    assert rig.held(decode) == 0
+    assert not rig.heartbeats[decode].live
+
+
+def test_a_message_about_an_unknown_attempt_is_harmless(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair()
+    for worker in (prefill, decode):
+        rig.send(worker, Cancel("nobody", 3))
+        rig.send(worker, Gone("nobody", 3))
+    dispatch(rig, "a", PROMPTS[1], prefill, decode)
+    rig.until(lambda: bool(rig.finished("a")), "a has finished")
+    assert rig.tokens("a")[0] == golden[1]
+
+
+def test_a_prompt_that_cannot_fit_fails_for_good(rig: Rig) -> None:
+    decode = rig.start_decode(num_blocks=10)
+    rig.live.add(("a", 1))
+    rig.send(decode, reserve_message("a", PROMPTS[0]))
+    failed = rig.wait_for(Failed, "a")
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retryable) == ("too_long", False)

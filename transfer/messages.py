@@ -1,0 +1,436 @@
+"""Every message on the wire: one frozen dataclass each, validated on arrival, packed as a msgpack map.
+
+A frame is `{"v": schema version, "t": message name, ...fields}`. A `Slab` is followed by exactly one more
+part, its payload. Durations are on the wire, never clocks. Requests are named by the id the gateway
+minted (never the client's), and every message about one carries the `attempt` it belongs to.
+
+    gateway → worker    Registered, RegistrationDenied, Peers, GatewayHeartbeat, Cancel
+    gateway → decode    Reserve
+    gateway → prefill   Prefill
+    worker  → gateway   Register, WorkerHeartbeat, Gone, Failed, Leaving
+    decode  → gateway   Reserved, Tokens
+    prefill → gateway   FirstTokens, Busy
+    prefill → decode    Hello, Slab, Handoff, Abort, PeerHeartbeat
+    decode  → prefill   Welcome, HelloDenied, Credit, Gone, PeerHeartbeat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgpack
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from .errors import ProtocolError
+from .layout import KVLayout
+
+SCHEMA_VERSION = 1
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+MAX_TOKENS_IN_REQUEST = 4_000_000
+
+CLOSED = ConfigDict(extra="forbid")
+
+RequestId = Annotated[str, Field(min_length=1, max_length=64)]
+WorkerId = Annotated[str, Field(min_length=1, max_length=160, pattern=r"^[^#\s]+#[0-9a-f]{8}$")]
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Text = Annotated[str, Field(max_length=4096)]
+Address = Annotated[str, Field(max_length=512)]
+Count = Annotated[int, Field(ge=0, le=1 << 48)]
+Attempt = Annotated[int, Field(ge=1, le=1 << 20)]
+Choice = Annotated[int, Field(ge=0, le=127)]
+Token = Annotated[int, Field(ge=0, le=1 << 31)]
+TokenList = Annotated[list[Token], Field(max_length=MAX_TOKENS_IN_REQUEST)]
+Seconds = Annotated[float, Field(ge=0, le=1e7)]
+Live = Annotated[list[tuple[RequestId, Attempt]], Field(max_length=1_000_000)]
+Role = Literal["prefill", "decode"]
+Finish = Literal["", "stop", "length"]
+
+LocalPrefill = Literal["never", "auto", "idle", "always"]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class SamplingParams:
+    """How the tokens of one choice are picked. Everything is resolved: the gateway filled in defaults and seed.
+
+    `top_k` 0 means off. `seed` is the noise key: the noise of a token depends on (seed, choice, position) only.
+    `min_tokens` bars EOS and `stop_token_ids` until that many tokens are out.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)]
+    temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e4)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-1e4, le=1e4)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-1e4, le=1e4)] = 0.0
+    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-1e4, le=1e4)]], Field(max_length=1024)] = Field(
+        default_factory=dict
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_IN_REQUEST)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[Token], Field(max_length=1024)] = Field(default_factory=list)
+
+
+class Message:
+    """Base of all messages; `kind` is the name on the wire."""
+
+    kind: ClassVar[str]
+
+
+# --- registration and liveness -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Register(Message):
+    """A worker presents itself to a gateway; repeated until it is answered."""
+
+    worker: WorkerId
+    role: Role
+    model: Name  # the name it serves
+    layout: KVLayout
+    host: Name  # which machine (for link choice)
+    bulk_address: Address  # decode only: where prefill workers connect for slabs; "" for prefill
+    peer_address: Address  # decode only: where prefill workers connect for control; "" for prefill
+    links: Annotated[list[Name], Field(max_length=8)]
+    block_size: Annotated[int, Field(ge=1, le=4096)]
+    num_blocks: Annotated[int, Field(ge=1, le=1 << 40)]
+    max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
+    max_sequences: Annotated[int, Field(ge=1, le=1 << 20)]
+    pid: Count
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Registered(Message):
+    gateway: WorkerId
+    worker: WorkerId
+
+
+@dataclass(frozen=True, config=CLOSED)
+class RegistrationDenied(Message):
+    """`fatal`: the worker should exit with `reason`; otherwise it registers again (a fresh incarnation)."""
+
+    reason: Text
+    fatal: bool
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Peer:
+    worker: WorkerId
+    host: Name
+    bulk_address: Address
+    peer_address: Address
+    links: Annotated[list[Name], Field(max_length=8)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Peers(Message):
+    """All decode workers alive now; sent to every prefill worker whenever that set changes."""
+
+    decode: Annotated[list[Peer], Field(max_length=4096)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class GatewayHeartbeat(Message):
+    """`live`: what this gateway still wants from this worker. Unlisted twice in a row means: drop it."""
+
+    seq: Count
+    live: Live
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Link:
+    """State of one (prefill, decode) pair as the prefill worker sees it."""
+
+    worker: WorkerId  # the decode worker
+    link: Annotated[str, Field(max_length=32)]  # "zmq" … or "" while there is none
+    state: Literal["connecting", "linked", "refused"]
+    detail: Text
+    bytes_sent: Count
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Sample:
+    name: Annotated[str, Field(max_length=128)]
+    labels: Annotated[dict[str, str], Field(max_length=16)]
+    value: float
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Family:
+    """One Prometheus metric family as its owner counts it."""
+
+    name: Annotated[str, Field(max_length=128)]
+    type: Literal["counter", "gauge", "histogram"]
+    help: Text
+    samples: Annotated[list[Sample], Field(max_length=1024)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class WorkerHeartbeat(Message):
+    """`seen_seq`: the newest GatewayHeartbeat this worker had taken in when it listed `live`."""
+
+    seen_seq: Count
+    live: Live
+    ready: bool
+    free_blocks: Count  # free or evictable
+    held_blocks: Count
+    running: Count  # sequences decoding, or prompts being computed
+    waiting: Count  # requests accepted but not started
+    queued_tokens: Count  # prompt tokens still to be computed here
+    links: Annotated[list[Link], Field(max_length=4096)]
+    metrics: Annotated[list[Family], Field(max_length=256)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Leaving(Message):
+    """The worker is shutting down; everything it held is gone."""
+
+    worker: WorkerId
+
+
+# --- the life of a request ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Reserve(Message):
+    """Step 1, gateway → decode. `outputs` holds the tokens already accepted per choice (empty at first); its
+    length is n. If any output is non-empty the prompt is recomputed here and every choice goes on from its tokens.
+
+    `prefill` is the worker bound to this attempt ("" when decode shall compute the prompt itself).
+    `local_prefill`: may decode compute the missing tokens itself? never; auto: when few are missing;
+    idle: also when decode has nothing else to do; always: there is no one else.
+    `age_s`: how long ago the gateway first saw the request; decode ranks by it, so a retry keeps its place.
+    """
+
+    request: RequestId
+    attempt: Attempt
+    prompt: Annotated[TokenList, Field(min_length=1)]
+    outputs: Annotated[list[TokenList], Field(min_length=1, max_length=128)]
+    finished: Annotated[list[bool], Field(min_length=1, max_length=128)]  # choices that need no more tokens
+    params: SamplingParams
+    prefill: Annotated[str, Field(max_length=160)]
+    local_prefill: LocalPrefill
+    local_reason: Annotated[str, Field(max_length=64)]  # why, when "idle" or "always": label of a metric
+    cache_salt: Annotated[str, Field(max_length=256)]
+    priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
+    age_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Reserved(Message):
+    """Decode has the blocks. `local` true: it computes the prompt itself, send nothing to prefill."""
+
+    request: RequestId
+    attempt: Attempt
+    reservation: Count
+    held_tokens: Count  # prompt tokens found in decode's prefix cache
+    local: bool
+    reason: Annotated[str, Field(max_length=64)]  # of the local choice
+    deadline_s: Seconds
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Prefill(Message):
+    """Step 2, gateway → prefill: compute the prompt, send KV from token `held_tokens` on to `decode`."""
+
+    request: RequestId
+    attempt: Attempt
+    prompt: Annotated[TokenList, Field(min_length=1)]
+    num_choices: Annotated[int, Field(ge=1, le=128)]
+    params: SamplingParams
+    decode: WorkerId
+    reservation: Count
+    held_tokens: Count
+    deadline_s: Seconds
+    cache_salt: Annotated[str, Field(max_length=256)]
+    priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Busy(Message):
+    """Prefill's queue is full (or the link to that decode worker is): try elsewhere."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: Text
+
+
+@dataclass(frozen=True, config=CLOSED)
+class FirstTokens(Message):
+    """Step 4, prefill → gateway: token 0 of every choice. Decode repeats them with the finish reason."""
+
+    request: RequestId
+    attempt: Attempt
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
+    cached_tokens: Count  # prompt tokens prefill did not have to compute
+    queued_s: Seconds  # from arrival at this worker to its first chunk
+    compute_s: Seconds  # from its first chunk to this message
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Tokens(Message):
+    """Tokens of one decode step, all requests of one gateway in one message.
+
+    Each item is (request, attempt, choice, index, token, finish). The first message about a choice repeats token 0.
+    """
+
+    items: Annotated[list[tuple[RequestId, Attempt, Choice, Count, Token, Finish]], Field(max_length=65536)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Failed(Message):
+    """The attempt is over at this worker. `retryable`: another attempt may succeed."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: Annotated[str, Field(max_length=64)]
+    detail: Text
+    retryable: bool
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Cancel(Message):
+    """Drop the attempt (or one choice of it). Also the normal end of a request whose stop string was found."""
+
+    request: RequestId
+    attempt: Attempt
+    choice: Choice | None = None
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Gone(Message):
+    """Answer to a message about an attempt that is not live here: stop sending."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+# --- between the pools ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Hello(Message):
+    worker: WorkerId
+    layout: KVLayout
+    link: Name
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Welcome(Message):
+    """`window_bytes`: how many unacknowledged payload bytes the sender may have under way."""
+
+    worker: WorkerId
+    window_bytes: Count
+
+
+@dataclass(frozen=True, config=CLOSED)
+class HelloDenied(Message):
+    reason: Text
+
+
+@dataclass(frozen=True, config=CLOSED)
+class PeerHeartbeat(Message):
+    """Both ways between the pools, listing the attempts they share."""
+
+    worker: WorkerId
+    live: Live
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Slab(Message):
+    """Header of one slab: KV of tokens [first_token, first_token + num_tokens) of one layer; payload follows."""
+
+    request: RequestId
+    attempt: Attempt
+    reservation: Count
+    layer: Annotated[int, Field(ge=0, le=1023)]
+    first_token: Annotated[int, Field(ge=0, le=MAX_TOKENS_IN_REQUEST)]
+    num_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
+    checksum: Annotated[int, Field(ge=0, lt=1 << 64)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Handoff(Message):
+    """Behind the last slab: token 0 of every choice. Decode owns the request from here."""
+
+    request: RequestId
+    attempt: Attempt
+    reservation: Count
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
+    elapsed_s: Seconds  # from the first slab to this message, at the sender
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Abort(Message):
+    """Prefill gave the attempt up; the reservation can be freed now."""
+
+    request: RequestId
+    attempt: Attempt
+    reservation: Count
+    reason: Text
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Credit(Message):
+    """Decode has taken in this many payload bytes from this sender in all (cumulative)."""
+
+    consumed_bytes: Count
+
+
+MESSAGE_TYPES: tuple[type[Message], ...] = (
+    Register, Registered, RegistrationDenied, Peers, GatewayHeartbeat, WorkerHeartbeat, Leaving,
+    Reserve, Reserved, Prefill, Busy, FirstTokens, Tokens, Failed, Cancel, Gone,
+    Hello, Welcome, HelloDenied, PeerHeartbeat, Slab, Handoff, Abort, Credit,
+)  # fmt: skip
+MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in MESSAGE_TYPES}
+for _name, _cls in MESSAGES.items():
+    _cls.kind = _name
+
+PARTS_AFTER_HEADER: dict[str, int] = {"Slab": 1}
+
+
+_ADAPTERS: dict[str, TypeAdapter[Message]] = {kind: TypeAdapter(cls) for kind, cls in MESSAGES.items()}
+
+
+def _plain(value: object) -> dict[str, object]:
+    """msgpack hook: nested dataclasses become maps."""
+    return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+
+
+_pack: Callable[..., bytes] = msgpack.packb
+
+
+def encode(message: Message) -> bytes:
+    """One message as the bytes of its header frame."""
+    body: dict[str, object] = {"v": SCHEMA_VERSION, "t": message.kind}
+    body.update(_plain(message))
+    return _pack(body, default=_plain, use_bin_type=True)
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """The message in a header frame. Raises ProtocolError for anything else."""
+    if len(frame) > MAX_HEADER_BYTES:
+        raise ProtocolError("oversize", f"{len(frame)} bytes")
+    try:
+        body: Any = msgpack.unpackb(frame, raw=False, strict_map_key=False, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError("malformed", str(error)[:200]) from None
+    if not isinstance(body, dict):
+        raise ProtocolError("malformed", "not a map")
+    if (version := body.pop("v", None)) != SCHEMA_VERSION:
+        raise ProtocolError("version", f"{version!r:.40} is not {SCHEMA_VERSION}")
+    kind = body.pop("t", None)
+    cls = MESSAGES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError("unknown_message", f"{kind!r:.80}")
+    try:
+        return _ADAPTERS[cls.kind].validate_python(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProtocolError("invalid_field", f"{kind}.{where}: {first['msg']}") from None
