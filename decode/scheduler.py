@@ -22,10 +22,12 @@ HOLDING = (State.RECEIVING, State.COMPUTING, State.RUNNING)
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """`local_tokens`: in local_prefill "auto", prompts missing at most this many tokens are computed here."""
+    """`vocab_size`: token ids at or above it are refused.
+    `local_tokens`: in local_prefill "auto", prompts missing at most this many tokens are computed here."""
 
     max_sequences: int = 64
     max_model_len: int = 1 << 30
+    vocab_size: int = 1 << 31
     local_tokens: int = 32
     transfer_deadline_s: float = 30.0
 
@@ -76,16 +78,19 @@ class Scheduler:
 
     # --- arrival and end -------------------------------------------------------------------------------------
 
-    def refusal(self, message: Reserve) -> str:
-        """Why this request can never run here; empty if it can."""
+    def refusal(self, message: Reserve) -> tuple[str, str] | None:
+        """Why this request can never run here, as (reason, detail); None if it can."""
         longest = len(message.prompt) + message.params.max_tokens
         if longest > self._limits.max_model_len:
-            return f"{longest} tokens are more than max_model_len {self._limits.max_model_len}"
+            return "too_long", f"{longest} tokens are more than max_model_len {self._limits.max_model_len}"
         if self._pool.blocks_for(longest) > self._pool.num_blocks:
-            return f"{longest} tokens are more than the pool's {self._pool.num_blocks * self._pool.block_size}"
+            pool_tokens = self._pool.num_blocks * self._pool.block_size
+            return "too_long", f"{longest} tokens are more than the pool's {pool_tokens}"
         if len(message.outputs) != len(message.finished):
-            return "outputs and finished differ in length"
-        return ""
+            return "malformed", "outputs and finished differ in length"
+        if max(max(tokens, default=0) for tokens in (message.prompt, *message.outputs)) >= self._limits.vocab_size:
+            return "malformed", f"a token id is not below {self._limits.vocab_size}"
+        return None
 
     def add(self, message: Reserve, now: float) -> None:
         """Take a request in. One sequence for all choices at first; one each when they already have tokens."""

@@ -17,9 +17,8 @@ import torch
 import zmq
 
 from ..engine.block_pool import root_key
-from ..engine.metrics import WorkerMetrics
 from ..engine.runner import Chunk, Runner
-from ..engine.sampler import SampleRow, sample
+from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
@@ -43,6 +42,7 @@ from ..transfer.messages import (
 from ..transfer.receiver import Receiver
 from .config import DecodeConfig
 from .intake import Intake, worker_of
+from .metrics import DecodeMetrics
 from .scheduler import DecodeLimits, Plan, Scheduler
 from .sequence import Key, Sequence, State, Work
 
@@ -52,7 +52,6 @@ IDLE_WAIT_MS = 50
 PUMP_EVERY_S = 0.004
 BUSY_INTAKE_BYTES = 16 * 1024 * 1024
 IDLE_INTAKE_BYTES = 256 * 1024 * 1024
-NAN_TOKEN = -1
 
 
 class DecodeWorker:
@@ -65,9 +64,13 @@ class DecodeWorker:
         self._layout = engine.model.layout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frames = FrameCounts()
-        self._metrics = WorkerMetrics()
+        self._metrics = DecodeMetrics()
         limits = DecodeLimits(
-            config.max_sequences, engine.model.max_model_len, config.local_tokens, config.transfer_deadline_s
+            max_sequences=config.max_sequences,
+            max_model_len=engine.model.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            local_tokens=config.local_tokens,
+            transfer_deadline_s=config.transfer_deadline_s,
         )
         self._scheduler = Scheduler(engine.pool, limits, self._root_of, engine.model.eos_token_ids)
         self._receiver = Receiver(self._layout)
@@ -110,6 +113,7 @@ class DecodeWorker:
                     self._check_invariants()
                 if not plan.batch:
                     self._wait()
+            self._members.say_goodbye()
         finally:
             self._members.close()
             self._intake.close()
@@ -187,8 +191,8 @@ class DecodeWorker:
             return
         for older in [k for k in self._scheduler.keys if k[0] == message.request and k[1] < message.attempt]:
             self._drop(older)
-        if reason := self._scheduler.refusal(message):
-            self._fail(key, "too_long", reason, retryable=False)
+        if refusal := self._scheduler.refusal(message):
+            self._fail(key, *refusal, retryable=False)
             return
         self._scheduler.add(message, time.monotonic())
         if not self._scheduler.find(key):
@@ -355,7 +359,7 @@ class DecodeWorker:
         for _, sequence in wanted:
             mine = tokens[position : position + sequence.num_choices]
             position += sequence.num_choices
-            if NAN_TOKEN in mine:
+            if NOT_FINITE in mine:
                 self._fail(sequence.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
             elif sequence.state is State.COMPUTING:
                 self._start(sequence, mine)
@@ -417,8 +421,9 @@ class DecodeWorker:
 
     def _check_invariants(self) -> None:
         self._scheduler.check_invariants()
-        waiting_inbox = {(m.request, m.attempt) for _, m in self._inbox if isinstance(m, Reserve)}
-        assert self._scheduler.keys | waiting_inbox == set(self._members.owner), "owners and sequences differ"
+        owned = set(self._members.owner)
+        inbox = {(m.request, m.attempt) for _, m in self._inbox if isinstance(m, Reserve)}
+        assert self._scheduler.keys | (inbox & owned) == owned, "owners and sequences differ"
 
 
 def _missing_tokens(sequences: Iterable[Sequence]) -> int:

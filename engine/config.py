@@ -59,13 +59,12 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--insecure", action="store_true", help="allow unencrypted addresses beyond this machine")
-    parser.add_argument("--exit-with-parent", action="store_true", help="die when the starting process dies (Linux)")
+    parser.add_argument("--exit-with-parent", type=int, metavar="PID", help="end when this parent process dies (Linux)")
 
 
-def exit_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when the one that started it dies; elsewhere do nothing."""
-    if sys.platform == "linux":
-        parent = os.getppid()
+def exit_with_parent(parent: int | None) -> None:
+    """Have Linux send SIGTERM to this process when `parent`, which started it, dies. None, or elsewhere: do nothing."""
+    if parent is not None and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it died before the request was in place
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a worker counts. The gateway shows it all under its own /metrics, labelled with the worker and its role."""
+"""What every worker counts. The gateway shows it all under its own /metrics, labelled with the worker and its role."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from ..transfer.channel import FrameCounts
 from ..transfer.messages import Family, Sample
 from .block_pool import BlockPool
 
-TRANSFER_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -16,24 +15,16 @@ class WorkerMetrics:
     """Counters of one worker process in their own registry."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
+        self.registry = CollectorRegistry(auto_describe=False)
         self._dropped_seen: dict[str, int] = {}
-        registry = self._registry
+        registry = self.registry
         self.kv_blocks = Gauge("pdserve_kv_blocks", "KV blocks by state", ["state"], registry=registry)
         self.kv_utilization = Gauge("pdserve_kv_cache_utilization", "Share of KV blocks held", registry=registry)
         self.prefix_cached_tokens = Counter(
             "pdserve_prefix_cached_tokens", "Prompt tokens found in the prefix cache", registry=registry
         )
         self.computed_tokens = Counter("pdserve_computed_tokens", "Tokens run through the model", registry=registry)
-        self.preemptions = Counter("pdserve_preemptions", "Sequences preempted", ["mode"], registry=registry)
-        self.transfer_bytes = Counter("pdserve_transfer_bytes", "KV payload received", ["link"], registry=registry)
-        self.transfer_seconds = Histogram(
-            "pdserve_transfer_seconds", "First slab to handoff", buckets=TRANSFER_BUCKETS_S, registry=registry
-        )
         self.frames_dropped = Counter("pdserve_frames_dropped", "Frames not taken", ["reason"], registry=registry)
-        self.local_prefill = Counter(
-            "pdserve_local_prefill", "Prompts computed by a decode worker", ["reason"], registry=registry
-        )
         self.step_seconds = Histogram(
             "pdserve_step_seconds", "One step of the model", buckets=STEP_BUCKETS_S, registry=registry
         )
@@ -54,5 +45,5 @@ class WorkerMetrics:
                 metric.documentation,
                 [Sample(s.name, s.labels, s.value) for s in metric.samples if not s.name.endswith("_created")],
             )
-            for metric in self._registry.collect()
+            for metric in self.registry.collect()
         ]

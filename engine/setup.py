@@ -48,7 +48,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=EngineConfig.device)
     parser.add_argument("--block-size", type=int, default=EngineConfig.block_size, help="tokens per KV block")
     parser.add_argument("--kv-blocks", type=int, help="KV blocks in the pool")
-    parser.add_argument("--kv-memory", help="memory for the KV pool, such as 512M or 2G (if --kv-blocks is absent)")
+    parser.add_argument("--kv-memory", help="memory for the KV pool, such as 512M or 2G; instead of --kv-blocks")
     parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the model's)")
     parser.add_argument("--no-prefix-caching", action="store_true")
 

@@ -11,8 +11,7 @@ from .server import run
 
 def main() -> None:
     config, args = parse_arguments(sys.argv[1:])
-    if args.exit_with_parent:
-        exit_with_parent()
+    exit_with_parent(args.exit_with_parent)
     setup_logging(args.log_level, args.log_json)
     run(config)
 

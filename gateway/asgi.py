@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
@@ -15,6 +16,7 @@ from .reply import EventBuffer
 from .responses import CONTENT_TYPE_STREAM, error_event
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
+REQUEST_ID_STATE = "request_id"  # in the ASGI scope's state: what logs call the request
 ABORT = "pdserve.abort"  # ASGI extension: cut the connection, whatever is still unsent
 JSON_TYPES = ("application/json", "text/json")
 
@@ -100,16 +102,19 @@ class Responder:
 
     async def fail(self, error: ApiError, unsent: bytes = b"") -> None:
         """The error as the whole response, or as the last event after `unsent` ones."""
+        if self.ended:
+            return
         if not self.started:
             await self.json(error.status, json.dumps(error.body()).encode(), error.headers)
         else:
             await self._end(unsent + error_event(error))
 
-    def abort(self) -> None:
+    async def abort(self) -> None:
         """Cut the connection now; what the client has not read is dropped."""
         extension = self._scope.get("extensions", {}).get(ABORT)
         if extension is not None:
             extension["abort"]()
+            await asyncio.sleep(0)  # a turn for the server to take note, or it misses the end of the response
 
 
 class RequestIds:
@@ -125,6 +130,7 @@ class RequestIds:
         request_id = header(scope, b"x-request-id") or b""
         if REQUEST_ID.fullmatch(request_id) is None:
             request_id = secrets.token_hex(16).encode()
+        scope.setdefault("state", {})[REQUEST_ID_STATE] = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

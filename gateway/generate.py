@@ -12,12 +12,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
 from ..engine.lifetime import Event, Lifetime
-from .asgi import ClientGone, Responder, read_body
+from .asgi import REQUEST_ID_STATE, ClientGone, Responder, read_body
 from .dispatch import Dispatcher
 from .errors import ApiError
 from .metrics import GatewayMetrics, Outcome, outcome_of
@@ -64,8 +65,9 @@ class Generate:
             outcome = await self._answer(scope, receive, responder, lifetime)
         except asyncio.CancelledError:  # only the server does this, when its time to finish streams is up
             outcome = Outcome.SHUTDOWN
-            async with asyncio.timeout(STOPPING_GRACE_S):
-                await responder.fail(unavailable("The gateway is stopping.", "shutdown"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOPPING_GRACE_S):
+                    await responder.fail(unavailable("The gateway is stopping.", "shutdown"))
         except Exception:
             log.exception("a request failed through a fault of the gateway's own")
             await responder.fail(failed("Internal error of the gateway.", "internal_error"))
@@ -77,6 +79,7 @@ class Generate:
 
     async def _answer(self, scope: Scope, receive: Receive, responder: Responder, lifetime: Lifetime) -> Outcome:
         frontend = self._frontend
+        request_id: str = scope["state"][REQUEST_ID_STATE]
         unsent: Callable[[], bytes] = bytes
         try:
             body = await read_body(scope, receive, frontend.max_body_bytes)
@@ -88,15 +91,15 @@ class Generate:
             await self._generate(parsed, reply, receive, responder, lifetime)
         except ApiError as error:
             if error.status >= 500:
-                log.warning("answered %d: %s", error.status, error.message)
+                log.warning("%s: answered %d: %s", request_id, error.status, error.message)
             await responder.fail(error, unsent())
             return outcome_of(error.status)
         except ClientGone:
-            log.info("the client closed its connection")
+            log.info("%s: the client closed its connection", request_id)
             return Outcome.DISCONNECT
         except SlowReader as error:
-            log.warning("cut a connection off: %s", error)
-            responder.abort()
+            log.warning("%s: cut its connection off: %s", request_id, error)
+            await responder.abort()
             return Outcome.DISCONNECT
         return Outcome.OK
 

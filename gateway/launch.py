@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -136,7 +137,7 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         trust_remote_code=config.trust_remote_code,
         log_level=config.log_level,
         log_json=config.log_json,
-        exit_with_parent=True,
+        exit_with_parent=os.getpid(),
     )
     gateway = common + _flags(
         host=config.host,

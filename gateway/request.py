@@ -114,7 +114,6 @@ class Request:
         self._deaths = 0
         self._inbox: deque[tuple[str, int, Event]] = deque()
         self._arrived = asyncio.Event()
-        self._place: Placement | None = None
 
     @property
     def done(self) -> bool:
@@ -166,7 +165,6 @@ class Request:
             raise self._out_of_time() from None
 
     async def _run_attempt(self, place: Placement) -> None:
-        self._place = place
         self.state = State.RESERVING
         self._pool.dispatch(place.decode, place.decode_leg, self._reserve(place))
         while not self.done:
@@ -206,7 +204,6 @@ class Request:
 
     def _end_attempt(self, place: Placement) -> None:
         """Leave nothing behind: workers that may still be at it are told to stop, and the places are free again."""
-        self._place = None
         for choice in self.choices:
             choice.early.clear()
         if all(choice.ended_by == "decode" for choice in self.choices):

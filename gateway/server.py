@@ -122,6 +122,22 @@ def build_app(
     return App(identity, pool, frontend, int(time.time())).build()
 
 
+def http_server(app: ASGIApp, shutdown_s: float) -> Server:
+    """The HTTP server. Streams get `shutdown_s` to finish when it is told to stop."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=AbortableProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(round(shutdown_s), 1),
+        )
+    )
+
+
 async def serve(config: GatewayConfig, listener: socket.socket, identity: ModelIdentity, tokenizer: Tokenizer) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError when the control socket cannot be had."""
     host, port = listener.getsockname()[:2]
@@ -131,18 +147,7 @@ async def serve(config: GatewayConfig, listener: socket.socket, identity: ModelI
         pool = Pool(context, config.control_address(port), gateway_id, identity, config.death_bound_s)
         try:
             beating = pool.start()
-            server = Server(
-                uvicorn.Config(
-                    build_app(config, identity, pool, tokenizer, threads),
-                    http=AbortableProtocol,
-                    ws="none",
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    timeout_graceful_shutdown=round(config.shutdown_s),
-                )
-            )
+            server = http_server(build_app(config, identity, pool, tokenizer, threads), config.shutdown_s)
             beating.add_done_callback(lambda _: server.request_stop())
             print(
                 f"pdserve gateway: {' '.join(identity.names)} at http://{host}:{port}, workers at {pool.address}",

@@ -108,6 +108,8 @@ class Supervisor:
         """Stop every child and let `run` return; asked a second time, do not wait for them."""
         if self._stopping.is_set():
             self._signal_all(signal.SIGKILL)
+        else:
+            logger.info("stopping (the same signal again kills at once)")
         self._stopping.set()
 
     async def pause(self, seconds: float) -> bool:

@@ -21,7 +21,7 @@ class AttentionBatch:
     context_lens: list[int]  # tokens after this step, per sequence (this step's included)
     block_tables: Tensor  # [num_seqs, max_blocks] int64, padded with 0
     block_size: int
-    workspace: Workspace = field(default_factory=Workspace)  # buffers and masks shared by the layers of the step
+    workspace: Workspace = field(default_factory=Workspace, init=False)  # what the layers of this step share
 
 
 def paged_attention(

@@ -1,12 +1,17 @@
 """Paged attention for one CPU thread: gather a sequence's blocks, then batched matrix products over its KV heads.
 
-Sequences are computed one by one, so a sequence's bits cannot depend on its neighbours, and none pays for the
-length of another. Measured on one core (SmolLM2 shapes): gathering into a buffer that stays in cache and two `bmm`
-take 2.3 ms a layer for 16 sequences of 500 tokens; fresh buffers take 2.8 ms, with `scaled_dot_product_attention` 5.9.
+Sequences are computed one by one, so a sequence's bits cannot depend on its neighbours, and none pays for the length
+of another. Gathering into a buffer that all sequences and layers reuse keeps it in cache: for 16 sequences of 500
+tokens (SmolLM2, one core) that and two `bmm` took 2.3 ms a layer, fresh buffers 2.8, and with them
+`scaled_dot_product_attention` 5.9. What does not change between layers is worked out once a step: with so little
+arithmetic in a token, slicing and reshaping would cost as much.
+
+Plain torch throughout, so it also runs (slowly) on any other device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,34 +22,44 @@ TILE_SCORES = 1 << 19
 MIN_TILE_ROWS = 8
 
 
+@dataclass(frozen=True)
+class _SequencePlan:
+    """One sequence of a step: which blocks it reads, and where in the shared buffers they are then found."""
+
+    start: int  # of its tokens in the flattened batch
+    query_len: int
+    blocks: Tensor  # [blocks] int64: those with visible tokens
+    k_buffer: Tensor  # [blocks, block_size, kv_heads, k_head_dim]
+    v_buffer: Tensor  # [blocks, block_size, kv_heads, v_head_dim]
+    key: Tensor  # [kv_heads, k_head_dim, keys], a view of k_buffer: exactly the tokens that exist and may be seen
+    value: Tensor  # [kv_heads, keys, v_head_dim], a view of v_buffer
+
+
 @dataclass
 class Workspace:
-    """What the layers of one step share: gather buffers, and the masks of a tile's diagonal."""
+    """What the layers of one step share. A new step needs a new one."""
 
-    buffers: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[str, torch.Size], Tensor] = field(default_factory=dict)
+    plans: dict[tuple[int | None, torch.Size, torch.Size], list[_SequencePlan]] = field(default_factory=dict)
     masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
-    def gather(self, name: str, cache: Tensor, blocks: Tensor) -> Tensor:
-        """Copy `blocks` of `cache` into the buffer `name`: [len(blocks) * block_size, kv_heads, head_dim]."""
-        key = (name, cache.dtype, tuple(cache.shape[1:]))
-        buffer = self.buffers.get(key)
-        if buffer is None or len(buffer) < len(blocks):
-            buffer = self.buffers[key] = torch.empty(len(blocks), *cache.shape[1:], dtype=cache.dtype)
-        part = buffer[: len(blocks)]
-        torch.index_select(cache, 0, blocks, out=part)
-        return part.view(-1, *cache.shape[2:])
+    def buffer(self, name: str, cache: Tensor, num_blocks: int) -> Tensor:
+        """Room for `num_blocks` blocks of caches shaped like this one; the same memory on every call."""
+        key = (name, cache.shape)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(num_blocks, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+        return self.buffers[key]
 
-    def hidden(self, rows: int, keys: int, first_visible_back: int) -> Tensor:
-        """True where a tile may not look: [rows, keys], the last key being the last row's own position.
+    def hidden(self, rows: int, keys: int, furthest_back: int, device: torch.device) -> Tensor:  # [rows, keys] bool
+        """True where a tile may not look, the last key being the last row's own position.
 
-        Row r sees keys up to keys - rows + r, and not further back than `first_visible_back` from there.
+        Row r sees the keys up to keys - rows + r, no further back from there than `furthest_back`.
         """
-        found = self.masks.get((rows, keys, first_visible_back))
-        if found is None:
+        key = (rows, keys, furthest_back)
+        if key not in self.masks:
             distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)[None, :]
-            found = (distance < 0) | (distance > first_visible_back)
-            self.masks[rows, keys, first_visible_back] = found
-        return found
+            self.masks[key] = ((distance < 0) | (distance > furthest_back)).to(device)
+        return self.masks[key]
 
 
 def attend_on_cpu(
@@ -52,8 +67,8 @@ def attend_on_cpu(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
     v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
     *,
-    query_lens: list[int],
-    context_lens: list[int],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
     block_tables: Tensor,  # [num_seqs, max_blocks] int64
     workspace: Workspace,
     scale: float,
@@ -61,56 +76,101 @@ def attend_on_cpu(
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
-    """The contract of `paged_attention`, for CPU tensors."""
+    """The contract of `paged_attention`."""
+    num_tokens, heads, k_head_dim = q.shape
+    kv_heads, v_head_dim = v_cache.shape[2:]
+    group = heads // kv_heads
+    scaled = (q * scale).reshape(num_tokens, kv_heads, group, k_head_dim)
+    output = q.new_empty(num_tokens, kv_heads, group, v_head_dim)
+    plan_key = (window, k_cache.shape, v_cache.shape)
+    if plan_key not in workspace.plans:
+        workspace.plans[plan_key] = _plan(k_cache, v_cache, query_lens, context_lens, block_tables, workspace, window)
+    for plan in workspace.plans[plan_key]:
+        torch.index_select(k_cache, 0, plan.blocks, out=plan.k_buffer)
+        torch.index_select(v_cache, 0, plan.blocks, out=plan.v_buffer)
+        if plan.query_len == 1:
+            scores = _scores(scaled[plan.start], plan.key, softcap)
+            torch.bmm(_probabilities(scores, sinks), plan.value, out=output[plan.start])
+            continue
+        end = plan.start + plan.query_len
+        rows = max(MIN_TILE_ROWS, TILE_SCORES // (heads * plan.key.shape[2]))
+        for first in range(plan.start, end, rows):
+            last = min(first + rows, end)
+            keys = plan.key.shape[2] - (end - last)  # up to the tile's last row
+            output[first:last] = _attend_tile(
+                scaled[first:last], plan.key[..., :keys], plan.value[:, :keys], workspace, window, softcap, sinks
+            )
+    return output.view(num_tokens, heads, v_head_dim)
+
+
+def _plan(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Tensor,
+    workspace: Workspace,
+    window: int | None,
+) -> list[_SequencePlan]:
+    """Where each sequence's visible keys are; the earliest is the first query's window."""
     block_size = k_cache.shape[1]
-    scaled = q * scale
-    output = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
-    start = 0
+    k_room = workspace.buffer("k", k_cache, block_tables.shape[1])
+    v_room = workspace.buffer("v", v_cache, block_tables.shape[1])
+    plans, start = [], 0
     for table, query_len, context_len in zip(block_tables, query_lens, context_lens, strict=True):
-        end = start + query_len
         first_key = 0 if window is None else max(0, context_len - query_len + 1 - window)
         first_block = first_key // block_size
         blocks = table[first_block : (context_len + block_size - 1) // block_size]
-        # Cut to the tokens that exist: what lies behind the last one was never written.
+        # What lies behind the last token was never written, and before the window it is nobody's business.
         visible = slice(first_key - first_block * block_size, context_len - first_block * block_size)
-        key = workspace.gather("k", k_cache, blocks)[visible].permute(1, 2, 0)
-        value = workspace.gather("v", v_cache, blocks)[visible].transpose(0, 1)
-        rows = max(MIN_TILE_ROWS, TILE_SCORES // (q.shape[1] * key.shape[2]))
-        for tile_start in range(start, end, rows):
-            tile_end = min(tile_start + rows, end)
-            seen = key.shape[2] - (end - tile_end)  # keys up to the tile's last row
-            output[tile_start:tile_end] = _attend_tile(
-                scaled[tile_start:tile_end], key[..., :seen], value[:, :seen], workspace, window, softcap, sinks
-            )
-        start = end
-    return output
+        k_buffer, v_buffer = k_room[: len(blocks)], v_room[: len(blocks)]
+        key = k_buffer.flatten(0, 1)[visible].permute(1, 2, 0)
+        value = v_buffer.flatten(0, 1)[visible].transpose(0, 1)
+        plans.append(_SequencePlan(start, query_len, blocks, k_buffer, v_buffer, key, value))
+        start += query_len
+    return plans
+
+
+def _scores(
+    queries: Tensor,  # [kv_heads, group * rows, k_head_dim]
+    key: Tensor,  # [kv_heads, k_head_dim, keys]
+    softcap: float | None,
+) -> Tensor:  # [kv_heads, group * rows, keys]
+    scores = torch.bmm(queries, key)
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _probabilities(
+    scores: Tensor,  # [kv_heads, group * rows, keys], -inf where hidden
+    sinks: Tensor | None,  # [heads]
+) -> Tensor:  # [kv_heads, group * rows, keys]
+    keys = scores.shape[2]
+    if sinks is not None:
+        per_head = sinks.to(scores.dtype).view(scores.shape[0], -1, 1)
+        rows = scores.shape[1] // per_head.shape[1]
+        scores = torch.cat([scores, per_head.repeat_interleave(rows, dim=1)], dim=2)
+    # Half precision has too few bits for a sum over a long context.
+    precise = torch.float32 if scores.dtype.itemsize < 4 else scores.dtype
+    return torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype)[..., :keys]
 
 
 def _attend_tile(
-    scaled: Tensor,  # [rows, heads, k_head_dim], consecutive queries of one sequence, times the scale
+    scaled: Tensor,  # [rows, kv_heads, group, k_head_dim]: consecutive queries of one sequence, times the scale
     key: Tensor,  # [kv_heads, k_head_dim, keys], up to the last row's position
     value: Tensor,  # [kv_heads, keys, v_head_dim]
     workspace: Workspace,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
-) -> Tensor:  # [rows, heads, v_head_dim]
-    rows, heads, _ = scaled.shape
-    kv_heads, _, keys = key.shape
-    group = heads // kv_heads
-    grouped = scaled.view(rows, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, -1)
-    scores = torch.bmm(grouped, key)
-    if softcap is not None:
-        scores = (scores / softcap).tanh_().mul_(softcap)
+) -> Tensor:  # [rows, kv_heads, group, v_head_dim]
+    rows, kv_heads, group, k_head_dim = scaled.shape
+    keys = key.shape[2]
+    scores = _scores(scaled.permute(1, 2, 0, 3).reshape(kv_heads, group * rows, k_head_dim), key, softcap)
     per_row = scores.view(kv_heads, group, rows, keys)
     if window is not None and keys > window:
-        per_row.masked_fill_(workspace.hidden(rows, keys, window - 1), float("-inf"))
-    elif rows > 1:
-        per_row[..., keys - rows :].masked_fill_(workspace.hidden(rows, rows, rows), float("-inf"))
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(kv_heads, group, rows, 1)
-        scores = torch.cat([per_row, sink], dim=-1).view(kv_heads, group * rows, keys + 1)
-    exact = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = torch.softmax(scores, dim=-1, dtype=exact).to(scores.dtype)[..., :keys]
-    mixed = torch.bmm(probabilities, value)
-    return mixed.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
+        per_row.masked_fill_(workspace.hidden(rows, keys, window - 1, scores.device), float("-inf"))
+    else:  # only the diagonal's corner is hidden
+        corner = workspace.hidden(rows, rows, rows, scores.device)
+        per_row[..., keys - rows :].masked_fill_(corner, float("-inf"))
+    mixed = torch.bmm(_probabilities(scores, sinks), value)
+    return mixed.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)

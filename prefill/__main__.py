@@ -14,8 +14,7 @@ from .worker import PrefillWorker
 
 def main() -> None:
     config, args = parse_arguments(sys.argv[1:])
-    if args.exit_with_parent:
-        exit_with_parent()
+    exit_with_parent(args.exit_with_parent)
     setup_logging(args.log_level, args.log_json)
     pin_to_cpu(config.worker.cpu)
     worker = PrefillWorker(config, build_engine(config.worker.engine), socket.gethostname())

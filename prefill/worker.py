@@ -18,7 +18,7 @@ import zmq
 from ..engine.block_pool import root_key
 from ..engine.metrics import WorkerMetrics
 from ..engine.runner import Chunk, Runner
-from ..engine.sampler import SampleRow, sample
+from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import StepCancelled
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 50
 PUMP_EVERY_S = 0.004
-NAN_TOKEN = -1
 
 
 class PrefillWorker:
@@ -99,6 +98,7 @@ class PrefillWorker:
                     self._check_invariants()
                 if not batch:
                     self._wait()
+            self._members.say_goodbye()
         finally:
             self._members.close()
             self._peers.close()
@@ -184,8 +184,8 @@ class PrefillWorker:
         link = self._peers.get(message.decode)
         if link is None or link.state is not LinkState.LINKED:
             self._fail(key, "no_link", f"no link to {message.decode}", retryable=True)
-        elif message.held_tokens >= len(message.prompt):
-            self._fail(key, "bad_request", "nothing is left to compute", retryable=False)
+        elif message.held_tokens >= len(message.prompt) or max(message.prompt) >= self._engine.model.vocab_size:
+            self._fail(key, "refused", "nothing to compute, or a token id past the vocabulary", retryable=False)
         elif reason := self._scheduler.refusal(message):
             self._members.send(key, Busy(*key, reason))
             self._members.owner.pop(key, None)
@@ -253,7 +253,7 @@ class PrefillWorker:
         message = prompt.message
         rows = [SampleRow(message.params, message.prompt, [], choice) for choice in range(message.num_choices)]
         tokens = sample(logits.expand(len(rows), -1), rows, self._engine.model.eos_token_ids)
-        if NAN_TOKEN in tokens:
+        if NOT_FINITE in tokens:
             prompt.outgoing.abort("logits are not finite")
             self._fail(prompt.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
             return
@@ -309,5 +309,6 @@ class PrefillWorker:
 
     def _check_invariants(self) -> None:
         self._scheduler.check_invariants()
+        owned = set(self._members.owner)
         inbox = {(message.request, message.attempt) for _, message in self._inbox}
-        assert self._scheduler.keys | inbox == set(self._members.owner), "owners and prompts differ"
+        assert self._scheduler.keys | (inbox & owned) == owned, "owners and prompts differ"

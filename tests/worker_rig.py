@@ -1,4 +1,4 @@
-"""Real prefill and decode workers on threads, over real sockets, with a tiny model; the test holds the gateway's end."""
+"""Real prefill and decode workers on threads, over real sockets, with a tiny model; the test is their gateway."""
 
 from __future__ import annotations
 
@@ -75,7 +75,12 @@ class Rig:
         thread.start()
 
     def start_decode(
-        self, num_blocks: int = 64, block_size: int = 4, deadline_s: float = 30.0, death_bound_s: float = 5.0, **change: int
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        deadline_s: float = 30.0,
+        death_bound_s: float = 5.0,
+        **change: int,
     ) -> str:
         name = f"decode-{len(self.workers)}"
         config = DecodeConfig(

@@ -160,8 +160,6 @@ class GatewayTie:
         self._heartbeat_at = 0.0
 
     def close(self) -> None:
-        """Say goodbye (as far as the socket takes it now) and close."""
-        self.send(Leaving(self._worker))
         self._dealer.close(linger_ms=200)
 
 
@@ -221,6 +219,11 @@ class Membership:
     def hasten_heartbeat(self) -> None:
         for tie in self.ties:
             tie.hasten_heartbeat()
+
+    def say_goodbye(self) -> None:
+        """This worker leaves of its own will. One that crashes does not say so, and is counted as dead."""
+        for tie in self.ties:
+            tie.send(Leaving(self.worker))
 
     def close(self) -> None:
         for tie in self.ties:

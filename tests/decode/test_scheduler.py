@@ -33,7 +33,7 @@ def next_token(tokens: list[int], choice: int) -> int:
 
 
 class Rig:
-    """Runs a scheduler as the worker does, with `next_token` for a model; remote prompts arrive when `deliver` is called."""
+    """Runs a scheduler as the worker does, with `next_token` for a model; `deliver` completes a remote prompt."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -135,7 +135,7 @@ def test_priority_and_age_decide_the_rank() -> None:
 
 
 def test_growth_revokes_the_youngest_reservation_before_it_preempts() -> None:
-    scheduler, pool = make(num_blocks=5)
+    scheduler, _ = make(num_blocks=5)
     rig = Rig(scheduler)
     scheduler.add(reserve("a", [1, 2, 3], max_tokens=17), rig.now)
     rig.turn()
@@ -222,7 +222,7 @@ def test_a_choice_cancelled_before_the_split_never_runs() -> None:
 
 
 def test_cancelling_every_choice_one_by_one_ends_the_attempt() -> None:
-    scheduler, pool = make()
+    scheduler, _ = make()
     rig = Rig(scheduler)
     scheduler.add(reserve("a", [1, 2, 3], outputs=[[], []], finished=[False, False]), rig.now)
     scheduler.drop(("a", 1), choice=0)
@@ -231,7 +231,7 @@ def test_cancelling_every_choice_one_by_one_ends_the_attempt() -> None:
 
 
 def test_resumed_choices_go_on_from_their_tokens() -> None:
-    scheduler, pool = make(num_blocks=32)
+    scheduler, _ = make(num_blocks=32)
     rig = Rig(scheduler)
     prompt = [4, 5, 6]
     full = {c: expected(prompt, 8, c) for c in range(3)}
@@ -282,9 +282,18 @@ def test_a_reservation_without_progress_expires_and_one_with_progress_does_not()
 
 def test_a_request_that_can_never_fit_is_refused_with_the_limit() -> None:
     scheduler, _ = make(num_blocks=4, block_size=4, max_model_len=30)
-    assert "16" in scheduler.refusal(reserve("a", [1] * 10, max_tokens=7))
-    assert "30" in scheduler.refusal(reserve("a", [1] * 10, max_tokens=21))
-    assert scheduler.refusal(reserve("a", [1] * 10, max_tokens=6)) == ""
+    for max_tokens, limit in ((7, "16"), (21, "30")):
+        reason, detail = scheduler.refusal(reserve("a", [1] * 10, max_tokens=max_tokens)) or ("", "")
+        assert reason == "too_long"
+        assert limit in detail
+    assert scheduler.refusal(reserve("a", [1] * 10, max_tokens=6)) is None
+
+
+def test_token_ids_past_the_vocabulary_are_refused() -> None:
+    scheduler, _ = make(vocab_size=10)
+    assert scheduler.refusal(reserve("a", [9])) is None
+    assert scheduler.refusal(reserve("a", [10])) is not None
+    assert scheduler.refusal(reserve("a", [9], outputs=[[10]])) is not None
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+
 from pdserve.engine.checkpoint import resolve
 from pdserve.engine.model import load_model
 from pdserve.engine.runner import Runner
-
 from tests.engine.tiny_models import TinySequence, fragmented_tables, poisoned_cache, reference, step
 
 OUTPUT_TOKENS = 24
@@ -30,7 +30,6 @@ def directory() -> Path:
 
 @pytest.mark.timeout(300)
 def test_the_demo_models_text_equals_generate(directory: Path) -> None:
-    torch.set_num_threads(1)
     tokenizer = hf.AutoTokenizer.from_pretrained(directory)
     prompts = [
         tokenizer.apply_chat_template(

@@ -42,6 +42,16 @@ def test_layers_are_announced_in_order_and_their_kv_is_there_by_then(loaded: Loa
     assert seen == [(layer, [other <= layer for other in range(4)]) for layer in range(4)]
 
 
+def test_a_slab_gathered_while_later_layers_compute_is_that_of_the_finished_step(loaded: LoadedModel) -> None:
+    """How prefill sends: from inside of the step."""
+    cache = poisoned_cache(loaded, 12, 4)
+    sent: list[memoryview] = []
+    runner = Runner(loaded, cache, lambda layer: sent.append(cache.gather(layer, BLOCKS, 2, 7)))
+    runner.forward([Chunk(PROMPT[:9], 0, BLOCKS, False)])
+    assert [bytes(slab) for slab in sent] == [bytes(cache.gather(layer, BLOCKS, 2, 7)) for layer in range(4)]
+    assert not any(torch.frombuffer(bytearray(slab), dtype=torch.float32).isnan().any() for slab in sent)
+
+
 @pytest.mark.parametrize("cancelled_layer", range(4))
 def test_a_cancelled_step_comes_out_unchanged_and_the_tokens_can_be_run_again(
     loaded: LoadedModel, cancelled_layer: int

@@ -135,7 +135,7 @@ class Prompt:
 
 
 def short_prompts() -> list[Prompt]:
-    """Six own prompts of which one has some 600 tokens: the set of the quick suite."""
+    """Six own prompts of which one has some 750 tokens: the set of the quick suite."""
     texts = (
         "Why is the sky blue at noon and red in the evening?",
         "Write a Python function that returns the n-th Fibonacci number without recursion.",

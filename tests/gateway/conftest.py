@@ -66,6 +66,15 @@ def _gemma_like() -> Backend:
     return backend
 
 
+def _strips_two() -> Backend:
+    """Text may stay empty for more than one token."""
+    backend = _llama_like()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+    )
+    return backend
+
+
 def _unigram() -> Backend:
     pieces = [(piece, -float(index % 7)) for piece, index in _sentencepiece_vocab().items()]
     backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=True))
@@ -100,6 +109,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "byte_level": _byte_level,
     "llama_like": _llama_like,
     "gemma_like": _gemma_like,
+    "strips_two": _strips_two,
     "unigram": _unigram,
     "word_piece": _word_piece,
     "suffix_bpe": _suffix_bpe,

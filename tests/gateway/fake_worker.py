@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import zmq
+
 from pdserve.transfer.channel import Dealer, FrameCounts
 from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.messages import (
@@ -46,8 +47,8 @@ def layout(fingerprint: str = FINGERPRINT, dtype: str = "float32") -> KVLayout:
 
 
 def token_at(position: int) -> int:
-    """The token every fake model puts at `position` of prompt + output: a lower-case letter in a byte vocabulary."""
-    return ord("a") + position % 26
+    """What every fake model puts at `position` of prompt + output: a letter, with the byte-level test tokenizer."""
+    return 67 + position % 26
 
 
 _numbers = itertools.count(1)
@@ -93,7 +94,7 @@ class FakeWorker:
         self.dealer.send(
             Register(
                 worker=self.worker, role=self.role, model=self.model, layout=self.layout, host="h",
-                bulk_address="ipc:///nowhere/bulk" if decode else "", peer_address="ipc:///nowhere/ctl" if decode else "",
+                bulk_address="ipc:///nowhere/b" if decode else "", peer_address="ipc:///nowhere/c" if decode else "",
                 links=["zmq"], block_size=16, num_blocks=self.num_blocks, max_model_len=self.max_model_len,
                 max_sequences=self.max_sequences, pid=1,
             )

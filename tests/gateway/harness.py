@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
+
 from pdserve.engine.lifetime import Lifetime
 from pdserve.gateway.dispatch import Dispatcher
 from pdserve.gateway.limits import AdmissionQueue
@@ -19,6 +19,7 @@ from pdserve.gateway.pool import Pool
 from pdserve.gateway.request import Job, Request
 from pdserve.gateway.router import POLICIES
 from pdserve.transfer.messages import SamplingParams
+from tests.gateway.fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
 
 
 @dataclass

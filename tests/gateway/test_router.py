@@ -4,6 +4,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pdserve.gateway.router import (
     POLICIES,
     PREFILL_BUSY_TOKENS,
@@ -85,7 +86,7 @@ tokens = st.lists(st.integers(0, 50_000), max_size=400)
 
 @given(tokens, tokens, tokens)
 def test_chains_share_exactly_the_blocks_of_the_common_prefix(common: list[int], a: list[int], b: list[int]):
-    first, second = common + [1, *a], common + [2, *b]
+    first, second = [*common, 1, *a], [*common, 2, *b]
     one, two = prefix_chain(first, ""), prefix_chain(second, "")
     shared = len(common) // PREFIX_BLOCK_TOKENS
     assert one[:shared] == two[:shared]

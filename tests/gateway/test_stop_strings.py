@@ -88,6 +88,11 @@ def test_an_earlier_stop_string_that_may_still_complete_is_waited_for() -> None:
     assert scanner.stopped == "c"
 
 
+def test_a_complete_stop_string_does_not_wait_for_a_longer_one_at_the_same_place() -> None:
+    scanner = StopScanner(["ab", "abc"], True)
+    assert (scanner.feed("xab"), scanner.stopped) == ("xab", "ab")
+
+
 @given(data=st.data(), include=st.booleans(), min_tokens=st.integers(0, 8))
 @settings(max_examples=300)
 @pytest.mark.parametrize("kind", ["byte_level", "llama_like"])

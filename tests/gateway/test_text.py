@@ -20,7 +20,9 @@ from pdserve.gateway.errors import ApiError
 from pdserve.gateway.text import ChoiceText, TextOptions, Tokenizer
 from pdserve.transfer.errors import CheckpointError, ConfigError
 
-KINDS = ["byte_level", "llama_like", "gemma_like", "unigram", "word_piece", "suffix_bpe", "no_decoder"]
+KINDS = [
+    "byte_level", "llama_like", "gemma_like", "strips_two", "unigram", "word_piece", "suffix_bpe", "no_decoder",
+]  # fmt: skip
 TEXTS = [
     "the quick brown fox, the end.",
     "你好、世界 こんにちは 한국어",
@@ -57,6 +59,16 @@ def test_pieces_add_up_to_the_whole_decoding(
 ) -> None:
     tokenizer = tokenizers[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
+    assert "".join(pieces(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(blanks=st.lists(st.sampled_from(["▁", "▁▁", "<0x20>", "</s>", "▁a", "<unk>"]), max_size=6), skip=st.booleans())
+@pytest.mark.parametrize("kind", ["llama_like", "strips_two", "unigram"])
+def test_pieces_add_up_where_the_text_begins_with_blanks(
+    tokenizers: dict[str, Tokenizer], kind: str, blanks: list[str], skip: bool
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = [tokenizer._backend.token_to_id(piece) for piece in blanks]
     assert "".join(pieces(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -300,6 +312,7 @@ def test_threads_may_share_a_tokenizer_whose_file_sets_truncation_and_padding(
     }  # fmt: skip
     (path / "tokenizer.json").write_text(json.dumps(backend))
     shared, text = Tokenizer(path), "the quick brown fox 你好 " * 50
+    assert shared._backend.truncation is None, "settled before any thread encodes: changing it later is the race"
     expected = shared.encode(text)
     assert len(expected) > 64
 

@@ -175,13 +175,13 @@ def test_where_the_blocks_lie_does_not_change_a_bit() -> None:
     assert torch.equal(compute(case, moved, batch), compute(case, inputs))
 
 
-def test_a_step_leaves_no_trace_in_the_next_layer_of_the_same_step() -> None:
-    """The workspace is shared by layers of different shapes and windows."""
-    wide = make(Case(k_head_dim=16, v_head_dim=16), seed=1)
-    for case in (Case(window=5), Case(k_head_dim=8, v_head_dim=12), Case(), Case(window=2)):
-        inputs = make(case)
-        shared = replace(inputs.batch, workspace=wide.batch.workspace)
-        assert torch.equal(compute(case, inputs, shared), compute(case, inputs))
+def test_layers_of_different_shapes_and_windows_share_a_step() -> None:
+    batch = make(Case()).batch
+    cases = [Case(window=5), Case(k_head_dim=8, v_head_dim=12), Case(), Case(window=2), Case(heads=6, kv_heads=3)]
+    for case in (*cases, *reversed(cases)):
+        inputs = make(case)  # from the same seed: other values, the same block tables
+        assert torch.equal(inputs.batch.block_tables, batch.block_tables)
+        assert torch.equal(compute(case, inputs, batch), compute(case, inputs))
 
 
 def test_the_definition_equals_torchs_attention() -> None:

@@ -25,7 +25,9 @@ def make(num_blocks: int = 64, block_size: int = 4, **limits) -> tuple[Scheduler
     return Scheduler(pool, PrefillLimits(**limits), lambda salt: root_key("m", salt)), pool
 
 
-def add(scheduler: Scheduler, name: str, prompt: list[int], now: float = 0.0, link: Pipe | None = None, **change) -> None:
+def add(
+    scheduler: Scheduler, name: str, prompt: list[int], now: float = 0.0, link: Pipe | None = None, **change
+) -> None:
     fields = {
         "request": name, "attempt": 1, "prompt": prompt, "num_choices": 1,
         "params": SamplingParams(max_tokens=4, seed=1), "decode": DECODE, "reservation": 1, "held_tokens": 0,

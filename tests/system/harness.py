@@ -88,6 +88,7 @@ class Launch:
         # Socket paths may not exceed 107 bytes, so not under pytest's long directories.
         self.runtime = runtime or Path(tempfile.mkdtemp(prefix="pds-", dir="/tmp"))
         self._exit: Exit | None = None
+        self._last_log: str | None = None
         self._mark = uuid.uuid4().hex
         self._stdout, self._stderr = (self.runtime / f"{self._mark}.{name}" for name in ("stdout", "stderr"))
         environment = os.environ | {MARK: self._mark, "XDG_RUNTIME_DIR": str(self.runtime), "PYTHONUNBUFFERED": "1"}
@@ -125,9 +126,9 @@ class Launch:
     @property
     def stderr(self) -> str:
         """What was written so far: the logs of the command and of what it started."""
-        return self._stderr.read_text(errors="replace")
+        return self._stderr.read_text(errors="replace") if self._last_log is None else self._last_log
 
-    def log_tail(self, num_lines: int = 80) -> str:
+    def log_tail(self, num_lines: int = 150) -> str:
         return "\n".join([f"$ pdserve {' '.join(self.arguments)}", *self.stderr.splitlines()[-num_lines:]])
 
     def processes(self) -> list[psutil.Process]:
@@ -178,6 +179,7 @@ class Launch:
         return self._exit
 
     def _remove_runtime(self) -> None:
+        self._last_log = self.stderr
         if self._own_runtime:
             shutil.rmtree(self.runtime, ignore_errors=True)
 

@@ -80,8 +80,10 @@ async def pay_visits(port: int, visits: list[Visit]) -> list[Outcome]:
 def test_clients_that_leave_at_random_moments_leave_nothing_behind(demo_system: System) -> None:
     ask = {"max_tokens": 12, "temperature": 0}
     expected = demo_system.client.complete("The tide was out and", **ask)
+    pids = demo_system.pids("prefill") | demo_system.pids("decode")
     outcomes = asyncio.run(pay_visits(demo_system.port, plan_visits(demo_system.client.model)))
     demo_system.assert_idle(2.0)
+    assert demo_system.pids("prefill") | demo_system.pids("decode") == pids, "no worker was lost over it"
     assert sum(outcome.left_early for outcome in outcomes) > 0.9 * NUM_CLIENTS
     assert sum(outcome.received_bytes > 0 for outcome in outcomes) > 10, "some left in the middle of their text"
     assert sum(outcome.received_bytes == 0 for outcome in outcomes) > NUM_CLIENTS // 3, "some left before it began"

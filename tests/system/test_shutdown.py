@@ -36,6 +36,7 @@ def test_interrupt_stops_everything_cleanly_in_the_middle_of_a_request(system: S
         result = system.stop(signal.SIGINT)
     assert result.code == 0, result.stderr
     assert "Traceback" not in result.stderr
+    assert "killing" not in result.stderr, "every process stopped when it was asked to"
 
 
 def test_nothing_outlives_a_killed_supervisor(tiny: Path) -> None:
