@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -66,7 +66,9 @@ class App:
     started_at: int
 
     def build(self) -> ASGIApp:
-        app = Starlette(
+        app = FastAPI(
+            title="pdserve",
+            openapi_url=None,  # requests are validated by our own schemas, for OpenAI's error shape
             routes=[
                 Route("/v1/chat/completions", Generate(self.frontend, parse_chat), methods=["POST"]),
                 Route("/v1/completions", Generate(self.frontend, parse_completion), methods=["POST"]),

@@ -62,6 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--death-bound-s", type=float, default=defaults.death_bound_s, help="a worker silent for longer is dead"
     )
+    parser.add_argument(
+        "--shutdown-s", type=float, default=defaults.shutdown_s, help="time for open requests to finish after SIGTERM"
+    )
     return parser
 
 
@@ -77,6 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         ("--death-bound-s", args.death_bound_s),
         ("--max-model-len", args.max_model_len),
         ("--max-body-bytes", args.max_body_bytes),
+        ("--shutdown-s", args.shutdown_s),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value} is not a positive number")
@@ -99,5 +103,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         max_model_len=args.max_model_len,
         max_body_bytes=args.max_body_bytes,
         death_bound_s=args.death_bound_s,
+        shutdown_s=args.shutdown_s,
     )
     return config, args

@@ -30,6 +30,7 @@ class UpConfig:
     max_model_len: int | None = None
     max_queue: int | None = None
     queue_timeout_s: float | None = None
+    shutdown_s: float = 3.0
     local_prefill: str | None = None
     chat_template: str | None = None
     link: str | None = None
@@ -81,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--max-sequences", type=int, metavar="N", help="sequences a decode worker runs at once")
     limits.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; the next one gets a 429")
     limits.add_argument("--queue-timeout-s", type=float, metavar="S", help="longest wait before a 503")
+    limits.add_argument(
+        "--shutdown-s", type=float, default=UpConfig.shutdown_s, metavar="S", help="time for open requests at Ctrl-C"
+    )
     limits.add_argument("--check-invariants", action="store_true", help="prove the block pools right at every step")
     logs = parser.add_argument_group("logs")
     logs.add_argument("--version", action="version", version=f"pdserve {package_version()}")
@@ -146,6 +150,7 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         max_queue=config.max_queue,
         queue_timeout_s=config.queue_timeout_s,
         local_prefill=config.local_prefill,
+        shutdown_s=config.shutdown_s,
         chat_template=config.chat_template,
     )
     worker = common + _flags(
@@ -168,7 +173,7 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
     # The workers' own sockets go to that directory too, so that a killed worker's are cleared away with the rest.
     env = {"XDG_RUNTIME_DIR": str(sockets)}
     worker_env = env | ONE_THREAD
-    specs = [ChildSpec("gateway", _python("gateway", gateway), env)]
+    specs = [ChildSpec("gateway", _python("gateway", gateway), env, stops_first=True)]
     for i, cpu in enumerate(prefill_cpus):
         name = f"prefill-{i}"
         specs.append(ChildSpec(name, _python("prefill", prefill + _flags(name=name, cpu=cpu)), worker_env))

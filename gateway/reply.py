@@ -82,7 +82,9 @@ class Reply:
 
     def late_finish(self, choice: int, finish: Finish) -> None:
         """`choice` ended with the token taken last."""
-        self._show(choice, "", [], finish)
+        state = self._texts[choice]
+        text = state.end()
+        self._show(choice, text, [], "stop" if state.stopped is not None else finish)
 
     def _show(self, choice: int, text: str, token_ids: Sequence[int], finish: Finish) -> None:
         self._finishes[choice] = finish

@@ -37,6 +37,7 @@ class ChildSpec:
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # on top of this process's environment
+    stops_first: bool = False  # the others go on until it has ended, since it needs them to finish its work
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,10 @@ class Supervisor:
 
     async def _stop_children(self, keepers: Sequence[asyncio.Task[None]]) -> None:
         self._stopping.set()
+        first = [keeper for spec, keeper in zip(self._specs, keepers, strict=True) if spec.stops_first]
+        if first:
+            self._signal_all(signal.SIGTERM, [spec.name for spec in self._specs if spec.stops_first])
+            await asyncio.wait(first, timeout=self._stop_grace_s)
         self._signal_all(signal.SIGTERM)
         _, alive = await asyncio.wait(keepers, timeout=self._stop_grace_s)
         if alive:
@@ -152,10 +157,11 @@ class Supervisor:
             self._signal_all(signal.SIGKILL)
             await asyncio.wait(keepers)
 
-    def _signal_all(self, number: signal.Signals) -> None:
-        for life in self._lives.values():
-            with suppress(ProcessLookupError):  # it has just exited by itself
-                os.killpg(life.process.pid, number)
+    def _signal_all(self, number: signal.Signals, names: Sequence[str] | None = None) -> None:
+        for name, life in self._lives.items():
+            if names is None or name in names:
+                with suppress(ProcessLookupError):  # it has just exited by itself
+                    os.killpg(life.process.pid, number)
 
     async def _keep(self, spec: ChildSpec) -> None:
         """Run one child again and again. Raises when it cannot work as configured."""
