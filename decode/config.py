@@ -20,17 +20,15 @@ class DecodeConfig:
     worker: WorkerConfig
     bulk_address: str
     peer_address: str
-    advertised_host: str | None = None
+    advertised: tuple[str, str] | None = None  # (bulk, control) that prefill workers shall connect to, if others
     max_sequences: int = 64
     local_tokens: int = 32
     itl_budget_ms: float = 100.0
     transfer_deadline_s: float = 30.0
 
-    def advertise(self, address: str) -> str:
-        """The address others shall use for a bound one (it differs behind NAT or when bound to a wildcard)."""
-        if self.advertised_host is None or not address.startswith("tcp://"):
-            return address
-        return f"tcp://{self.advertised_host}:{address.rpartition(':')[2]}"
+    def advertise(self, bound: tuple[str, str]) -> tuple[str, str]:
+        """The addresses others shall use for the bound ones (they differ behind NAT or when bound to a wildcard)."""
+        return self.advertised or bound
 
 
 def listen_addresses(listen: str | None, name: str) -> tuple[str, str]:
@@ -51,7 +49,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
     parser = argparse.ArgumentParser(prog="pdserve.decode", description="A decode worker of pdserve.")
     add_worker_arguments(parser)
     parser.add_argument("--listen", help="tcp://HOST:PORT for slabs, PORT+1 for control, or ipc:///PATH (default)")
-    parser.add_argument("--advertise-host", help="host that prefill workers shall connect to, if not the bound one")
+    parser.add_argument("--advertise", help="what prefill workers shall connect to, if not --listen (same form)")
     parser.add_argument("--max-sequences", type=int, default=DecodeConfig.max_sequences)
     parser.add_argument(
         "--local-tokens", type=int, default=DecodeConfig.local_tokens,
@@ -68,7 +66,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         worker=worker,
         bulk_address=bulk,
         peer_address=peer,
-        advertised_host=args.advertise_host,
+        advertised=listen_addresses(args.advertise, args.name) if args.advertise else None,
         max_sequences=args.max_sequences,
         local_tokens=args.local_tokens,
         itl_budget_ms=args.itl_budget_ms,

@@ -87,6 +87,7 @@ class DecodeWorker:
         self._items: dict[GatewayTie, list[tuple[str, int, int, int, int, Finish]]] = defaultdict(list)
         self._chunk_token_s = 0.0  # measured cost of one token of local prefill
         self._ready = False
+        self._draining = False
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
@@ -386,15 +387,15 @@ class DecodeWorker:
         self._intake.send_credits()
 
     def _registration(self) -> Register:
-        bulk, control = self._intake.addresses
+        bulk, control = self._config.advertise(self._intake.addresses)
         return Register(
             worker=self._members.worker,
             role="decode",
             model=self._config.worker.engine.served_model_name,
             layout=self._layout,
             host=self._host,
-            bulk_address=self._config.advertise(bulk),
-            peer_address=self._config.advertise(control),
+            bulk_address=bulk,
+            peer_address=control,
             links=["zmq"],
             block_size=self._engine.pool.block_size,
             num_blocks=self._engine.pool.num_blocks,
@@ -415,6 +416,7 @@ class DecodeWorker:
             running=sum(state in (State.RUNNING, State.COMPUTING) for state in states),
             waiting=sum(state is State.WAITING for state in states),
             queued_tokens=_missing_tokens(self._scheduler),
+            draining=self._draining,
             links=[],
             metrics=self._metrics.snapshot(self._engine.pool, self._frames),
         )

@@ -56,14 +56,20 @@ class Placement:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the dispatcher must know of an attempt. `resumed`: decode recomputes everything, nobody prefills."""
+    """What the dispatcher must know of an attempt.
+
+    `spread`: several choices have gone their own ways, so decode recomputes them and nobody prefills.
+    `suspect`: a worker died with it; if that was its fault, nobody else should go down with it again, so an idle
+    decode worker is preferred.
+    """
 
     owner: Owner
     request: str
     attempt: int
     num_tokens: int
     chain: Sequence[bytes]
-    resumed: bool
+    spread: bool
+    suspect: bool = False
 
 
 class Dispatcher:
@@ -106,7 +112,7 @@ class Dispatcher:
 
     def _candidates(self, wanted: Wanted) -> list[tuple[Worker, Worker | None]]:
         """Pairs that could serve the attempt if they had room."""
-        if wanted.resumed:
+        if wanted.spread:
             return self.pool.decode_alone()
         pairs = self.pool.pairs(alone=self._mode == "auto")
         if not pairs and wanted.attempt == 1:
@@ -128,13 +134,15 @@ class Dispatcher:
         }
         if not by_name:
             return None
+        if wanted.suspect and any(not d.legs for d, _ in by_name.values()):
+            by_name = {names: pair for names, pair in by_name.items() if not pair[0].legs}
         loads = [self.pool.load(d, p) for d, p in by_name.values()]
         workers = {w.id: w for pair in by_name.values() for w in pair if w is not None}
         overlap = {name: worker.prefixes.overlap_tokens(wanted.chain) for name, worker in workers.items()}
         chosen = self._policy(loads, Ask(wanted.num_tokens, next(self._turn), overlap))
         decode, prefill = by_name[chosen.decode.worker, chosen.prefill.worker if chosen.prefill else ""]
         how, why = local_prefill(chosen, self._mode)
-        if wanted.resumed:
+        if wanted.spread:
             how, why = "always", "resumed"
         missing = wanted.num_tokens - min(overlap[decode.id], wanted.num_tokens)
         decode_leg = Leg(wanted.owner, wanted.request, wanted.attempt, missing)

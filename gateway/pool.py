@@ -275,8 +275,9 @@ class Pool:
             return
         del self.workers[worker.id]
         log.log(logging.WARNING if died else logging.INFO, "%s is gone: %s", worker.id, reason)
+        lost = Lost(f"{worker.name} is gone: {reason}", died=died, alone=len(worker.legs) == 1)
         for leg in worker.legs.values():
-            leg.owner.deliver(worker.id, leg.attempt, Lost(f"{worker.name} is gone: {reason}", died=died))
+            leg.owner.deliver(worker.id, leg.attempt, lost)
         if worker.register.role == "decode":
             self._send_peers()
         self.on_change()

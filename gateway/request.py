@@ -111,13 +111,17 @@ class Request:
         self._first_seen = dispatcher.clock()
         self._deadline = self._first_seen + dispatcher.queue_timeout_s  # by which an attempt must hold a reservation
         self._failures = 0
-        self._deaths = 0
+        self._deaths = 0  # of workers, with this request on them
         self._inbox: deque[tuple[str, int, Event]] = deque()
         self._arrived = asyncio.Event()
 
     @property
     def done(self) -> bool:
         return all(choice.ended_by for choice in self.choices)
+
+    @property
+    def _unfinished(self) -> list[int]:
+        return [number for number, choice in enumerate(self.choices) if not choice.ended_by]
 
     def deliver(self, worker: str, attempt: int, event: Event) -> None:
         """From the pool: note what a worker said (or that it is gone)."""
@@ -149,9 +153,10 @@ class Request:
         self.state = State.QUEUED
         self._lifetime.mark(LifetimeEvent.QUEUED)
         self.attempt += 1
-        resumed = any(choice.accepted for choice in self.choices)
-        num_tokens = len(self.job.prompt) + sum(len(choice.accepted) for choice in self.choices)
-        wanted = Wanted(self, self.id, self.attempt, num_tokens, self._chain, resumed)
+        unfinished = self._unfinished
+        num_tokens = len(self.job.prompt) + sum(len(self.choices[number].accepted) for number in unfinished)
+        spread = len(unfinished) > 1 and any(choice.accepted for choice in self.choices)
+        wanted = Wanted(self, self.id, self.attempt, num_tokens, self._chain, spread, self._deaths > 0)
         rank = self._first_seen + self.job.priority * PRIORITY_STEP_S
         try:
             return await self._dispatcher.place(wanted, rank, self._deadline - self._dispatcher.clock())
@@ -222,16 +227,17 @@ class Request:
         if not over.retryable:
             raise failed(f"The request failed: {over.reason}.", "worker_failed")
         self._deaths += over.died
-        if self._deaths >= POISON_DEATHS:
+        if over.died and over.alone and self._deaths >= POISON_DEATHS:
             raise failed(
-                f"The request was at {self._deaths} workers when they died and is not tried again "
-                f"(last: {over.reason}).",
+                f"The request was at {self._deaths} workers when they died, alone at the last one, and is not tried "
+                f"again (last: {over.reason}).",
                 "poison",
             )
-        if over.kind != "busy":
+        if over.counts:
             self._failures += 1
             if self._failures > MAX_RETRIES:
                 raise failed(f"The request failed {self._failures} times, last: {over.reason}.", "worker_failed")
+        if over.kind != "busy":
             self._deadline = self._dispatcher.clock() + self._dispatcher.queue_timeout_s
         self._retries.count_retry(over.kind)
 
@@ -278,12 +284,14 @@ class Request:
         if place.prefill is None or place.prefill_leg is None:
             raise AttemptOver("failed", f"{place.decode.id} waits for a prefill worker, but there is none")
         self.state = State.PREFILLING
-        job = self.job
+        job, unfinished = self.job, self._unfinished
         message = Prefill(
             request=self.id,
             attempt=self.attempt,
             prompt=job.prompt,
-            num_choices=job.num_choices,
+            output=list(self.choices[unfinished[0]].accepted),
+            choice=unfinished[0],
+            num_choices=len(unfinished),
             params=job.params,
             decode=place.decode.id,
             reservation=event.reservation,
@@ -302,21 +310,21 @@ class Request:
     def _on_first_tokens(self, place: Placement, event: FirstTokens) -> None:
         assert place.prefill is not None
         assert place.prefill_leg is not None
-        if len(event.tokens) != self.job.num_choices:
+        if event.choice + len(event.tokens) > self.job.num_choices:
             raise AttemptOver("failed", f"{place.prefill.id} sent {len(event.tokens)} first tokens")
         place.prefill_leg.pending_tokens = 0
         place.prefill_leg.must_be_listed = False  # it may be through with its part before decode says so
         place.prefill.prefixes.correct(self._chain, event.cached_tokens)
         place.prefill.prefixes.learn(self._chain)
         self._note_cached(event.cached_tokens)
-        for choice, token in enumerate(event.tokens):
+        for number, token in enumerate(event.tokens, start=event.choice):
             # Whether a token is the last one is decode's to say; one that may be waits for its word.
-            if not self._may_finish(token):
-                self._take(place, choice, 0, token, "")
+            if not self._may_finish(event.index, token):
+                self._take(place, number, event.index, token, "")
 
-    def _may_finish(self, token: int) -> bool:
+    def _may_finish(self, index: int, token: int) -> bool:
         params = self.job.params
-        return params.max_tokens == 1 or token in self._eos_token_ids or token in params.stop_token_ids
+        return index + 1 >= params.max_tokens or token in self._eos_token_ids or token in params.stop_token_ids
 
     def _on_decode_token(self, place: Placement, event: NewToken) -> None:
         if event.choice >= len(self.choices):

@@ -25,10 +25,16 @@ class NewToken:
 
 @dataclass(frozen=True)
 class Lost:
-    """The worker cannot go on with this attempt. `died`: it crashed, hung or was cut off, rather than left."""
+    """The worker cannot go on with this attempt. `died`: it crashed, hung or was cut off, rather than left.
+
+    `planned`: nothing is wrong, the attempt shall move (the worker drains): not counted against the request.
+    `alone`: nobody else had anything there when it died.
+    """
 
     reason: str
     died: bool
+    planned: bool = False
+    alone: bool = False
 
 
 Answer = Reserved | Busy | FirstTokens | Failed | Gone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..engine.block_pool import BlockTable
@@ -30,14 +30,14 @@ class Prompt:
     state: State = State.WAITING
     started_at: float = 0.0
     num_cached: int = 0
+    tokens: list[int] = field(init=False)  # all that has to be computed: the prompt and, if resumed, its output
+
+    def __post_init__(self) -> None:
+        self.tokens = self.message.prompt + self.message.output
 
     @property
     def key(self) -> Key:
         return self.message.request, self.message.attempt
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.message.prompt
 
     @property
     def num_missing(self) -> int:

@@ -50,8 +50,9 @@ class Scheduler:
 
     def refusal(self, message: Prefill) -> str:
         """Why this prompt cannot be taken now; empty if it can."""
-        if self._pool.blocks_for(len(message.prompt)) > self._pool.num_blocks:
-            return f"{len(message.prompt)} tokens are more than the pool's {self._pool.num_blocks} blocks"
+        num_tokens = len(message.prompt) + len(message.output)
+        if self._pool.blocks_for(num_tokens) > self._pool.num_blocks:
+            return f"{num_tokens} tokens are more than the pool's {self._pool.num_blocks} blocks"
         if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
             return f"{self._limits.max_waiting} prompts are waiting already"
         return ""

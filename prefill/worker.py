@@ -73,6 +73,7 @@ class PrefillWorker:
         self._incarnation = self._members.worker
         self._step: list[Work] = []
         self._ready = False
+        self._draining = False
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
@@ -184,14 +185,24 @@ class PrefillWorker:
         link = self._peers.get(message.decode)
         if link is None or link.state is not LinkState.LINKED:
             self._fail(key, "no_link", f"no link to {message.decode}", retryable=True)
-        elif message.held_tokens >= len(message.prompt) or max(message.prompt) >= self._engine.model.vocab_size:
-            self._fail(key, "refused", "nothing to compute, or a token id past the vocabulary", retryable=False)
+        elif fault := self._fault(message):
+            self._fail(key, "malformed", fault, retryable=False)
         elif reason := self._scheduler.refusal(message):
             self._members.send(key, Busy(*key, reason))
             self._members.owner.pop(key, None)
         else:
             outgoing = Outgoing(*key, message.reservation, message.held_tokens, link, self._layout.num_layers)
             self._scheduler.add(message, outgoing, time.monotonic())
+
+    def _fault(self, message: Prefill) -> str:
+        """What makes the message senseless; empty if nothing does."""
+        if message.held_tokens >= len(message.prompt) + len(message.output):
+            return "nothing is left to compute"
+        if message.output and message.num_choices > 1:
+            return "several choices cannot share one output"
+        if max(message.prompt + message.output) >= self._engine.model.vocab_size:
+            return f"a token id is not below {self._engine.model.vocab_size}"
+        return ""
 
     def _drop(self, key: Key) -> None:
         """Let go of an attempt, whatever it is doing."""
@@ -246,12 +257,13 @@ class PrefillWorker:
                 self._finish(work.prompt, logits[row : row + 1])
 
     def _finish(self, prompt: Prompt, logits: torch.Tensor) -> None:
-        """The prompt is computed: sample token 0 of every choice, tell the gateway, hand over to decode.
+        """The prompt is computed: sample the next token of every choice, tell the gateway, hand over to decode.
 
         `logits`: [1, vocab] of the prompt's last token.
         """
         message = prompt.message
-        rows = [SampleRow(message.params, message.prompt, [], choice) for choice in range(message.num_choices)]
+        choices = range(message.choice, message.choice + message.num_choices)
+        rows = [SampleRow(message.params, message.prompt, message.output, choice) for choice in choices]
         tokens = sample(logits.expand(len(rows), -1), rows, self._engine.model.eos_token_ids)
         if NOT_FINITE in tokens:
             prompt.outgoing.abort("logits are not finite")
@@ -260,7 +272,13 @@ class PrefillWorker:
         self._metrics.prefix_cached_tokens.inc(prompt.num_cached)
         now = time.monotonic()
         first = FirstTokens(
-            *prompt.key, tokens, prompt.num_cached, prompt.started_at - prompt.arrived_at, now - prompt.started_at
+            *prompt.key,
+            choice=message.choice,
+            index=len(message.output),
+            tokens=tokens,
+            cached_tokens=min(prompt.num_cached, len(message.prompt)),
+            queued_s=prompt.started_at - prompt.arrived_at,
+            compute_s=now - prompt.started_at,
         )
         self._members.send(prompt.key, first)
         prompt.outgoing.hand_off(tokens)
@@ -303,6 +321,7 @@ class PrefillWorker:
             running=len(self._scheduler.in_state(State.COMPUTING)),
             waiting=len(self._scheduler.in_state(State.WAITING)) + len(self._inbox),
             queued_tokens=sum(p.num_missing for p in self._scheduler if p.state in (State.WAITING, State.COMPUTING)),
+            draining=self._draining,
             links=self._peers.report(),
             metrics=self._metrics.snapshot(self._engine.pool, self._frames),
         )

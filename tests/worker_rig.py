@@ -227,7 +227,10 @@ def reserve_message(request: str, prompt: list[int], prefill: str = "", max_toke
 
 
 def prefill_message(reserve: Reserve, reserved: Reserved, decode: str) -> Prefill:
+    unfinished = [c for c, finished in enumerate(reserve.finished) if not finished]
+    choice, n = unfinished[0], len(unfinished)
+    output = reserve.outputs[choice]
     return Prefill(
-        reserve.request, reserve.attempt, reserve.prompt, len(reserve.outputs), reserve.params, decode,
+        reserve.request, reserve.attempt, reserve.prompt, output, choice, n, reserve.params, decode,
         reserved.reservation, reserved.held_tokens, reserved.deadline_s, reserve.cache_salt, reserve.priority,
     )  # fmt: skip

@@ -4,7 +4,7 @@ A frame is `{"v": schema version, "t": message name, ...fields}`. A `Slab` is fo
 part, its payload. Durations are on the wire, never clocks. Requests are named by the id the gateway
 minted (never the client's), and every message about one carries the `attempt` it belongs to.
 
-    gateway → worker    Registered, RegistrationDenied, Peers, GatewayHeartbeat, Cancel
+    gateway → worker    Registered, RegistrationDenied, Peers, GatewayHeartbeat, Drain, Cancel
     gateway → decode    Reserve
     gateway → prefill   Prefill
     worker  → gateway   Register, WorkerHeartbeat, Gone, Failed, Leaving
@@ -182,8 +182,14 @@ class WorkerHeartbeat(Message):
     running: Count  # sequences decoding, or prompts being computed
     waiting: Count  # requests accepted but not started
     queued_tokens: Count  # prompt tokens still to be computed here
+    draining: bool  # takes nothing new; leaves when what it has is finished or has been taken elsewhere
     links: Annotated[list[Link], Field(max_length=4096)]
     metrics: Annotated[list[Family], Field(max_length=256)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Drain(Message):
+    """Gateway → worker: take nothing new, tell every gateway so, and leave when nothing is left."""
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -199,7 +205,8 @@ class Leaving(Message):
 @dataclass(frozen=True, config=CLOSED)
 class Reserve(Message):
     """Step 1, gateway → decode. `outputs` holds the tokens already accepted per choice (empty at first); its
-    length is n. If any output is non-empty the prompt is recomputed here and every choice goes on from its tokens.
+    length is n. A request with output is resumed: every choice goes on from its tokens. If just one choice is left,
+    prefill may compute its prompt + output; else decode recomputes them.
 
     `prefill` is the worker bound to this attempt ("" when decode shall compute the prompt itself).
     `local_prefill`: may decode compute the missing tokens itself? never; auto: when few are missing;
@@ -223,12 +230,15 @@ class Reserve(Message):
 
 @dataclass(frozen=True, config=CLOSED)
 class Reserved(Message):
-    """Decode has the blocks. `local` true: it computes the prompt itself, send nothing to prefill."""
+    """Decode has the blocks. `local` true: it computes the prompt itself, send nothing to prefill.
+
+    `held_tokens`: how many tokens of prompt (+ output, if resumed) were found in decode's prefix cache.
+    """
 
     request: RequestId
     attempt: Attempt
     reservation: Count
-    held_tokens: Count  # prompt tokens found in decode's prefix cache
+    held_tokens: Count
     local: bool
     reason: Annotated[str, Field(max_length=64)]  # of the local choice
     deadline_s: Seconds
@@ -236,11 +246,15 @@ class Reserved(Message):
 
 @dataclass(frozen=True, config=CLOSED)
 class Prefill(Message):
-    """Step 2, gateway → prefill: compute the prompt, send KV from token `held_tokens` on to `decode`."""
+    """Step 2, gateway → prefill: compute prompt + output, send KV from token `held_tokens` on to `decode`, and sample
+    the next token of choices [choice, choice + num_choices). Only a single choice can have output already.
+    """
 
     request: RequestId
     attempt: Attempt
     prompt: Annotated[TokenList, Field(min_length=1)]
+    output: TokenList
+    choice: Choice
     num_choices: Annotated[int, Field(ge=1, le=128)]
     params: SamplingParams
     decode: WorkerId
@@ -262,10 +276,15 @@ class Busy(Message):
 
 @dataclass(frozen=True, config=CLOSED)
 class FirstTokens(Message):
-    """Step 4, prefill → gateway: token 0 of every choice. Decode repeats them with the finish reason."""
+    """Step 4, prefill → gateway: token `index` (0, unless resumed) of choices [choice, choice + len(tokens)).
+
+    Decode repeats them with the finish reason.
+    """
 
     request: RequestId
     attempt: Attempt
+    choice: Choice
+    index: Count
     tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
     cached_tokens: Count  # prompt tokens prefill did not have to compute
     queued_s: Seconds  # from arrival at this worker to its first chunk
@@ -356,7 +375,7 @@ class Slab(Message):
 
 @dataclass(frozen=True, config=CLOSED)
 class Handoff(Message):
-    """Behind the last slab: token 0 of every choice. Decode owns the request from here."""
+    """Behind the last slab: the next token of every choice. Decode owns the request from here."""
 
     request: RequestId
     attempt: Attempt
@@ -383,7 +402,7 @@ class Credit(Message):
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
-    Register, Registered, RegistrationDenied, Peers, GatewayHeartbeat, WorkerHeartbeat, Leaving,
+    Register, Registered, RegistrationDenied, Peers, GatewayHeartbeat, WorkerHeartbeat, Drain, Leaving,
     Reserve, Reserved, Prefill, Busy, FirstTokens, Tokens, Failed, Cancel, Gone,
     Hello, Welcome, HelloDenied, PeerHeartbeat, Slab, Handoff, Abort, Credit,
 )  # fmt: skip

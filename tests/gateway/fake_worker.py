@@ -72,6 +72,7 @@ class FakeWorker:
     ready: bool = True
     families: list[Family] = field(default_factory=list)
     queued_tokens: int = 0
+    draining: bool = False
 
     def __post_init__(self) -> None:
         self.worker = f"{self.name}#{next(_numbers):08x}"
@@ -130,7 +131,7 @@ class FakeWorker:
             WorkerHeartbeat(
                 seen_seq=self._seen_seq, live=sorted(self.live), ready=self.ready, free_blocks=self.num_blocks,
                 held_blocks=len(self.live), running=len(self.live), waiting=0, queued_tokens=self.queued_tokens,
-                links=self.decode_links, metrics=self.families,
+                draining=self.draining, links=self.decode_links, metrics=self.families,
             )
         )  # fmt: skip
 
@@ -251,8 +252,9 @@ class FakePrefill(FakeWorker):
         self.live.add(key)
         if not self.answering:
             return
-        first = [token_at(len(message.prompt))] * message.num_choices
-        self.dealer.send(FirstTokens(*key, first, self.cached_tokens, 0.0, 0.0))
+        index = len(message.output)
+        first = [token_at(len(message.prompt) + index)] * message.num_choices
+        self.dealer.send(FirstTokens(*key, message.choice, index, first, self.cached_tokens, 0.0, 0.0))
         if self.handing_over:
             self.live.discard(key)
             for decode in self.decodes:

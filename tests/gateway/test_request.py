@@ -475,7 +475,7 @@ async def test_messages_that_make_no_sense_end_the_attempt_not_the_gateway(syste
     task = asyncio.create_task(failure(request))
     nonsense = [
         lambda n: Tokens([(request.id, n, 99, 0, 7, "")]),
-        lambda n: FirstTokens(request.id, n, [1], 0, 0.0, 0.0),
+        lambda n: FirstTokens(request.id, n, 0, 0, [1], 0, 0.0, 0.0),
         lambda n: Gone(request.id, n),
         lambda n: Reserved(request.id, n, 1, 0, False, "", 1.0),  # waits for a prefill worker it was not given
     ]

@@ -29,7 +29,7 @@ def add(
     scheduler: Scheduler, name: str, prompt: list[int], now: float = 0.0, link: Pipe | None = None, **change
 ) -> None:
     fields = {
-        "request": name, "attempt": 1, "prompt": prompt, "num_choices": 1,
+        "request": name, "attempt": 1, "prompt": prompt, "output": [], "choice": 0, "num_choices": 1,
         "params": SamplingParams(max_tokens=4, seed=1), "decode": DECODE, "reservation": 1, "held_tokens": 0,
         "deadline_s": 30.0, "cache_salt": "", "priority": 0,
     }  # fmt: skip
