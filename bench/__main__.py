@@ -1,4 +1,4 @@
-"""`python -m pdserve.bench serve …`: exit code 2 and one line on stderr for what cannot be run."""
+"""`python -m pdserve.bench COMMAND …`: exit code 2 and one line on stderr for what cannot be run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import sys
 
 from .errors import BenchError
 from .machine import package_version
+from .overload import main as overload
 from .serve import main as serve
 
 USAGE = """usage: pdserve bench COMMAND [OPTIONS]
 
 commands:
-  serve    load a running server and measure TTFT, TPOT, ITL, throughput and goodput
+  serve     load a running server and measure TTFT, TPOT, ITL, throughput and goodput
+  overload  load it beyond what it can do: how much is still in time?
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
+COMMANDS = {"serve": serve, "overload": overload}
 
 
 def main(arguments: list[str]) -> int:
@@ -25,11 +28,12 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"pdserve {package_version()}")
         return 0
-    if arguments[0] != "serve":
-        print(f"pdserve.bench: error: unknown command {arguments[0]!r}; there is: serve", file=sys.stderr)
+    if arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(f"pdserve.bench: error: unknown command {arguments[0]!r}; there is: {known}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        return serve(arguments[1:])
+        return COMMANDS[arguments[0]](arguments[1:])
     except BenchError as error:
         print(f"pdserve.bench: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE

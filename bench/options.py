@@ -97,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         "2 for a usage error; 130 after Ctrl-C (which prints what there is).",
     )
     default = ServeConfig(url="")
-    parser.add_argument("--url", required=True, type=_url, help="base URL, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", required=True, type=http_url, help="base URL, such as http://127.0.0.1:8000")
     load = parser.add_mutually_exclusive_group(required=True)
-    load.add_argument("--concurrency", type=_positive_int, metavar="N", help="closed loop of N clients")
-    load.add_argument("--rate", type=_positive, metavar="R", help="open loop of R requests a second")
+    load.add_argument("--concurrency", type=positive_int, metavar="N", help="closed loop of N clients")
+    load.add_argument("--rate", type=positive, metavar="R", help="open loop of R requests a second")
     load.add_argument(
         "--trace", type=Path, metavar="FILE", help="open loop that replays an Azure CSV or Mooncake JSONL"
     )
@@ -112,27 +112,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_load_options(parser: argparse.ArgumentParser, default: ServeConfig) -> None:
     group = parser.add_argument_group("load")
-    group.add_argument("--speed", type=_positive, metavar="X", help="replay a trace X times as fast (default 1)")
+    group.add_argument("--speed", type=positive, metavar="X", help="replay a trace X times as fast (default 1)")
     group.add_argument("--arrival", choices=get_args(Arrival), help="gaps of --rate (default poisson)")
     group.add_argument(
         "--num-requests",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help=f"stop sending after N (default: {DEFAULT_NUM_REQUESTS}, or no limit with --duration-s or --trace)",
     )
-    group.add_argument("--duration-s", type=_positive, metavar="S", help="stop sending after S seconds")
+    group.add_argument("--duration-s", type=positive, metavar="S", help="stop sending after S seconds")
     group.add_argument(
-        "--warmup", type=_count, default=default.warmup, metavar="N", help="uncounted requests first (%(default)s)"
+        "--warmup", type=count, default=default.warmup, metavar="N", help="uncounted requests first (%(default)s)"
     )
     group.add_argument(
         "--max-outstanding",
-        type=_positive_int,
+        type=positive_int,
         default=default.max_outstanding,
         metavar="N",
         help="unanswered requests of an open loop; past it requests are counted, not sent (%(default)s)",
     )
     group.add_argument(
-        "--timeout-s", type=_positive, default=default.timeout_s, metavar="S", help="limit of one request (%(default)s)"
+        "--timeout-s", type=positive, default=default.timeout_s, metavar="S", help="limit of one request (%(default)s)"
     )
 
 
@@ -140,18 +140,18 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument("--model", metavar="NAME", help="default: the first one in /v1/models")
     group.add_argument(
-        "--input-tokens", type=_positive_int, metavar="N", help=f"prompt length (default {DEFAULT_INPUT_TOKENS})"
+        "--input-tokens", type=positive_int, metavar="N", help=f"prompt length (default {DEFAULT_INPUT_TOKENS})"
     )
     group.add_argument(
         "--output-tokens",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help=f"tokens to generate, exactly (default {DEFAULT_OUTPUT_TOKENS})",
     )
-    group.add_argument("--prefix-tokens", type=_count, metavar="N", help="prompt tokens that all requests share (0)")
+    group.add_argument("--prefix-tokens", type=count, metavar="N", help="prompt tokens that all requests share (0)")
     group.add_argument(
         "--trace-block-tokens",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help=f"tokens per hash id of a Mooncake trace (default {DEFAULT_TRACE_BLOCK_TOKENS}; the original has 512)",
     )
@@ -162,20 +162,20 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST:LAST",
         help=f"without a tokenizer: ids to draw prompts from (default {DEFAULT_FIRST_ID}:{DEFAULT_LAST_ID})",
     )
-    group.add_argument("--seed", type=_count, metavar="N", help="of prompts and arrivals (default: a new one each run)")
+    group.add_argument("--seed", type=count, metavar="N", help="of prompts and arrivals (default: a new one each run)")
 
 
 def _add_report_options(parser: argparse.ArgumentParser, default: ServeConfig) -> None:
     group = parser.add_argument_group("report")
-    group.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: limit of the first token")
-    group.add_argument("--slo-tpot-ms", type=_positive, metavar="MS", help="goodput: limit of the time per later token")
+    group.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: limit of the first token")
+    group.add_argument("--slo-tpot-ms", type=positive, metavar="MS", help="goodput: limit of the time per later token")
     group.add_argument("--output", type=Path, metavar="FILE", help="write one JSON line per request")
     group.add_argument("--version", action="version", version=f"pdserve {package_version()}")
     group.add_argument("--log-level", choices=LOG_LEVELS, default=default.log_level)
     group.add_argument("--log-json", action="store_true", help="notes on stderr as one JSON object a line")
 
 
-def _url(text: str) -> str:
+def http_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -186,20 +186,20 @@ def _url(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
-def _positive_int(text: str) -> int:
-    value = _count(text)
+def positive_int(text: str) -> int:
+    value = count(text)
     if value == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise argparse.ArgumentTypeError(f"not a whole number: {text!r}")
     return int(text)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -211,7 +211,7 @@ def _positive(text: str) -> float:
 
 def _id_range(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
-    ids = _count(first), _count(last)
+    ids = count(first), count(last)
     if not ids[0] <= ids[1] < 1 << 31:
         raise argparse.ArgumentTypeError(f"not a range of token ids: {text!r}")
     return ids

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 
-from ..engine.config import exit_with_parent, pin_to_cpu, run_main, setup_logging
+from ..engine.config import exit_with_parent, handle_termination, pin_to_cpu, run_main, setup_logging
 from ..engine.setup import build_engine
 from .config import parse_arguments
 from .worker import DecodeWorker
@@ -18,8 +17,7 @@ def main() -> None:
     setup_logging(args.log_level, args.log_json)
     pin_to_cpu(config.worker.cpu)
     worker = DecodeWorker(config, build_engine(config.worker.engine), socket.gethostname())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.stop())
+    handle_termination(worker.drain, worker.stop)
     worker.run()
 
 

@@ -7,10 +7,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
+from ..engine.kv_cache import parse_size
+from ..engine.memory import host_available_bytes
 from ..engine.worker_flags import WorkerConfig, add_worker_arguments, require_positive, worker_config
 from ..transfer.channel import check_exposed, runtime_directory
 from ..transfer.errors import ConfigError
+from .preemption import PreemptionMode
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,20 @@ class DecodeConfig:
     local_tokens: int = 32
     itl_budget_ms: float = 100.0
     transfer_deadline_s: float = 30.0
+    preemption: PreemptionMode = "auto"
+    swap_bytes: int = 0
 
     def advertise(self, bound: tuple[str, str]) -> tuple[str, str]:
         """The addresses others shall use for the bound ones (they differ behind NAT or when bound to a wildcard)."""
         return self.advertised or bound
+
+
+def swap_size(text: str) -> int:
+    """Bytes of --swap-memory. Raises ConfigError for more than there is."""
+    size = parse_size(text) if text != "0" else 0
+    if size > (available := host_available_bytes(Path("/proc"), Path("/sys/fs/cgroup"))):
+        raise ConfigError(f"--swap-memory {text} is {size} bytes, but only {available} are available")
+    return size
 
 
 def listen_addresses(listen: str | None, name: str) -> tuple[str, str]:
@@ -57,11 +72,16 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
     )  # fmt: skip
     parser.add_argument("--itl-budget-ms", type=float, default=DecodeConfig.itl_budget_ms)
     parser.add_argument("--transfer-deadline-s", type=float, default=DecodeConfig.transfer_deadline_s)
+    parser.add_argument(
+        "--preemption", choices=get_args(PreemptionMode), default=DecodeConfig.preemption,
+        help="how a preempted sequence comes back: auto is swap while there is room, else by way of the prefill pool",
+    )  # fmt: skip
+    parser.add_argument("--swap-memory", default="512M", help="host memory for swapped KV (0: none)")
     args = parser.parse_args(argv)
     require_positive(args, "max_sequences", "itl_budget_ms", "transfer_deadline_s")
     worker = worker_config(args)
     bulk, peer = listen_addresses(args.listen, args.name)
-    check_exposed(bulk, args.insecure)
+    check_exposed(bulk, args.insecure, worker.curve)
     config = DecodeConfig(
         worker=worker,
         bulk_address=bulk,
@@ -71,5 +91,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         local_tokens=args.local_tokens,
         itl_budget_ms=args.itl_budget_ms,
         transfer_deadline_s=args.transfer_deadline_s,
+        preemption=args.preemption,
+        swap_bytes=swap_size(args.swap_memory),
     )
     return config, args

@@ -23,5 +23,6 @@ class DecodeMetrics(WorkerMetrics):
         self.local_prefill = Counter(
             "pdserve_local_prefill", "Prompts computed by a decode worker", ["reason"], registry=registry
         )
-        self.preemptions.labels("recompute")  # present, as 0, before the first one
+        for mode in ("swap", "move", "recompute"):
+            self.preemptions.labels(mode)  # present, as 0, before the first one
         self.transfer_bytes.labels("zmq")

@@ -14,6 +14,7 @@ from ..engine.block_pool import BlockPool, BlockTable
 from ..engine.request import finish_reason
 from ..transfer.errors import OutOfBlocks
 from ..transfer.messages import Finish, Reserve
+from .preemption import PreemptionMode, SwapIn, SwapOut, SwapSpace
 from .sequence import Key, Sequence, State, Work
 
 PRIORITY_STEP_S = 10.0  # one priority level weighs as much as this much waiting: ageing without a sweep
@@ -30,25 +31,39 @@ class DecodeLimits:
     vocab_size: int = 1 << 31
     local_tokens: int = 32
     transfer_deadline_s: float = 30.0
+    preemption: PreemptionMode = "auto"
 
 
 @dataclass
 class Plan:
-    """What one turn decided: whom to tell of an admission, whose reservation was revoked, and what to run."""
+    """What one turn decided. To be carried out in this order, before anything else is written to the cache."""
 
+    swapped_out: list[SwapOut] = field(default_factory=list)
+    swapped_in: list[SwapIn] = field(default_factory=list)
+    revoked: list[Sequence] = field(default_factory=list)  # reservations that had to make room
+    moved: list[Sequence] = field(default_factory=list)  # preempted, and to come back through the prefill pool
+    recomputed: list[Sequence] = field(default_factory=list)  # preempted, and to be computed here again
     admitted: list[Sequence] = field(default_factory=list)
-    revoked: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
     batch: list[Work] = field(default_factory=list)
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        return [order.sequence for order in self.swapped_out] + self.moved + self.recomputed
 
 
 class Scheduler:
     """All sequences of one decode worker. `root_of(cache_salt)` gives the start of a sequence's hash chain."""
 
     def __init__(
-        self, pool: BlockPool, limits: DecodeLimits, root_of: Callable[[str], bytes], eos_token_ids: frozenset[int]
+        self,
+        pool: BlockPool,
+        limits: DecodeLimits,
+        root_of: Callable[[str], bytes],
+        eos_token_ids: frozenset[int],
+        swap: SwapSpace | None = None,
     ) -> None:
         self._pool = pool
+        self.swap = swap or SwapSpace(0)
         self._limits = limits
         self._root_of = root_of
         self._eos_token_ids = eos_token_ids
@@ -97,6 +112,7 @@ class Scheduler:
         rank = now - message.age_s + message.priority * PRIORITY_STEP_S
         root = self._root_of(message.cache_salt)
         fresh = not any(message.outputs) and not any(message.finished)
+        remote = bool(message.prefill) and (fresh or message.finished.count(False) == 1)
         job: list[Sequence] = []
         for choice, (output, finished) in enumerate(zip(message.outputs, message.finished, strict=True)):
             if finished or (fresh and choice > 0):
@@ -105,8 +121,8 @@ class Scheduler:
             job.append(
                 Sequence(
                     message.request, message.attempt, choice, message.prompt, list(output), message.params,
-                    (rank, self._arrivals, choice), BlockTable(self._pool, root), message.prefill if fresh else "",
-                    message.local_prefill if fresh else "always", message.local_reason,
+                    (rank, self._arrivals, choice), BlockTable(self._pool, root), message.prefill if remote else "",
+                    message.local_prefill if remote or fresh else "always", message.local_reason,
                     len(message.outputs) if fresh else 1,
                 )
             )  # fmt: skip
@@ -130,6 +146,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         sequence.state = State.FINISHED
         sequence.table.release()
+        self.swap.forget(sequence)
         job = self._jobs[sequence.key]
         job.remove(sequence)
         if not job:
@@ -167,7 +184,7 @@ class Scheduler:
             victim = self._victim()
             if victim is None:
                 raise AssertionError("the best-ranked sequence does not fit an otherwise empty pool")
-            self._evict(victim, plan)
+            self.evict(victim, plan)
             if victim is sequence:
                 return
         sequence.table.grow(len(sequence.tokens))
@@ -177,14 +194,27 @@ class Scheduler:
         reserved = [s for s in holders if s.state is State.RECEIVING]
         return reserved[-1] if reserved else holders[-1] if holders else None
 
-    def _evict(self, victim: Sequence, plan: Plan) -> None:
+    def evict(self, victim: Sequence, plan: Plan) -> None:
+        """Take the victim's blocks, and decide how it will come back."""
+        num_tokens = victim.table.num_computed
         if victim.state is State.RECEIVING:
             plan.revoked.append(victim)
             self._end(victim)
+            return
+        if self._limits.preemption != "recompute" and self.swap.reserve(victim, num_tokens):
+            plan.swapped_out.append(SwapOut(victim, victim.table.blocks, num_tokens))
+        elif self._limits.preemption == "auto" and self._can_move(victim):
+            plan.moved.append(victim)
+            self._end(victim)
+            return
         else:
-            plan.preempted.append(victim)
-            victim.table.release()
-            victim.state = State.WAITING
+            plan.recomputed.append(victim)
+        victim.table.release()
+        victim.state = State.WAITING
+
+    def _can_move(self, sequence: Sequence) -> bool:
+        """May the gateway have it recomputed by prefill? Only if that is all there is of its request."""
+        return bool(sequence.prefill) and sequence.num_choices == 1 and len(self._jobs[sequence.key]) == 1
 
     def _admit(self, now: float, plan: Plan) -> None:
         """Give blocks to the head of the WAITING queue while they fit. One spare block per holder stays free."""
@@ -198,9 +228,19 @@ class Scheduler:
                 sequence.table.release()
                 return
             sequence.table.grow(len(sequence.tokens))
-            self._place(sequence, now, busy=holders > 0)
-            plan.admitted.append(sequence)
+            if sequence in self.swap:
+                self._bring_back(sequence, plan)
+            else:
+                self._place(sequence, now, busy=holders > 0)
+                plan.admitted.append(sequence)
             holders += 1
+
+    def _bring_back(self, sequence: Sequence, plan: Plan) -> None:
+        """From host memory into its new blocks, as far as the prefix cache has not kept them."""
+        held, saved = sequence.table.num_computed, self.swap.reserved(sequence)
+        plan.swapped_in.append(SwapIn(sequence, min(held, saved), saved))
+        sequence.table.commit(sequence.tokens, max(held, saved))
+        sequence.state = State.RUNNING if sequence.num_missing == 1 else State.COMPUTING
 
     def _place(self, sequence: Sequence, now: float, *, busy: bool) -> None:
         """Who computes what is missing: prefill (RECEIVING) or this worker (COMPUTING)."""
@@ -228,8 +268,8 @@ class Scheduler:
         sequence.table.commit(sequence.tokens, work.start + work.count)
 
     def received(self, sequence: Sequence) -> None:
-        """All slabs of the prompt are in its blocks."""
-        sequence.table.commit(sequence.tokens, len(sequence.prompt))
+        """All slabs are in its blocks."""
+        sequence.table.commit(sequence.tokens, len(sequence.tokens))
 
     def split(self, sequence: Sequence) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """The prompt's KV is complete: one sequence per choice, sharing its blocks.
@@ -245,7 +285,7 @@ class Scheduler:
                 table, copy = sequence.table.sibling(), None
             twin = Sequence(
                 sequence.request, sequence.attempt, choice, sequence.prompt, list(sequence.output), sequence.params,
-                (*sequence.rank[:2], choice), table, announced=True,
+                (*sequence.rank[:2], choice), table, prefill=sequence.prefill, announced=True,
             )  # fmt: skip
             twin.state = State.RUNNING if table.blocks else State.WAITING
             self._jobs[sequence.key].append(twin)
@@ -273,6 +313,7 @@ class Scheduler:
         for sequence in self:
             assert (sequence.state in HOLDING) == bool(sequence.table.blocks), f"{sequence.key} {sequence.state}"
             assert sequence.table.num_computed <= len(sequence.tokens)
+            assert sequence not in self.swap or sequence.state is State.WAITING, f"{sequence.key} is here and swapped"
             if sequence.state is State.RECEIVING:
                 assert min(sequence.deadline, sequence.reservation) > 0, "a reservation without a deadline"
             if sequence.state is State.RUNNING:

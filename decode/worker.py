@@ -13,12 +13,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-import torch
 import zmq
 
 from ..engine.block_pool import root_key
-from ..engine.runner import Chunk, Runner
-from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
@@ -43,8 +40,10 @@ from ..transfer.receiver import Receiver
 from .config import DecodeConfig
 from .intake import Intake, worker_of
 from .metrics import DecodeMetrics
+from .preemption import SwapSpace
 from .scheduler import DecodeLimits, Plan, Scheduler
 from .sequence import Key, Sequence, State, Work
+from .stepper import Stepper
 
 log = logging.getLogger(__name__)
 
@@ -65,33 +64,42 @@ class DecodeWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frames = FrameCounts()
         self._metrics = DecodeMetrics()
+        swap = SwapSpace(config.swap_bytes // self._layout.bytes_per_token)
         limits = DecodeLimits(
             max_sequences=config.max_sequences,
             max_model_len=engine.model.max_model_len,
             vocab_size=engine.model.vocab_size,
             local_tokens=config.local_tokens,
             transfer_deadline_s=config.transfer_deadline_s,
+            preemption=config.preemption,
         )
-        self._scheduler = Scheduler(engine.pool, limits, self._root_of, engine.model.eos_token_ids)
+        self._scheduler = Scheduler(engine.pool, limits, self._root_of, engine.model.eos_token_ids, swap)
         self._receiver = Receiver(self._layout)
-        self._runner = Runner(engine.model, engine.cache, self._between_layers)
+        self._stepper = Stepper(engine, swap, self._metrics, self._between_layers)
         self._intake = Intake(
-            self._context, config.bulk_address, config.peer_address, self._layout, self._frames
+            self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve
         )
         self._members = Membership(
-            self._context, config.worker.name, config.worker.gateways, self._frames, config.worker.death_bound_s
+            self._context,
+            config.worker.name,
+            config.worker.gateways,
+            self._frames,
+            config.worker.death_bound_s,
+            config.worker.drain_timeout_s,
+            config.worker.curve,
         )
         self._inbox: deque[tuple[GatewayTie, Message]] = deque()
         self._pumped_at = 0.0
-        self._step: list[Work] = []
         self._items: dict[GatewayTie, list[tuple[str, int, int, int, int, Finish]]] = defaultdict(list)
-        self._chunk_token_s = 0.0  # measured cost of one token of local prefill
         self._ready = False
-        self._draining = False
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
         return root_key(self._layout.fingerprint, self._layout.dtype, cache_salt)
+
+    def drain(self) -> None:
+        """Take nothing new, and end when nothing is left (signal-safe)."""
+        self._members.drain()
 
     def stop(self) -> None:
         """Ask the loop to end after its turn (signal-safe)."""
@@ -100,13 +108,15 @@ class DecodeWorker:
     # --- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until `stop`. Raises RegistrationRefused when a gateway says no for good."""
-        self._warm_up()
+        """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
+        self._stepper.warm_up()
+        self._ready = True
         try:
-            while not self._stopping:
+            while not self._stopping and not self._members.may_leave:
                 self._receive()
                 plan = self._scheduler.plan(time.monotonic(), self._chunk_tokens)
                 self._announce(plan)
+                self._stepper.move_swapped(plan)
                 if plan.batch:
                     self._run_step(plan.batch)
                 self._send()
@@ -119,13 +129,6 @@ class DecodeWorker:
             self._members.close()
             self._intake.close()
             self._context.destroy(linger=200)
-
-    def _warm_up(self) -> None:
-        """Decode one token for real before anybody is told that this worker is ready."""
-        blocks = self._engine.pool.allocate(1)
-        self._runner.forward([Chunk([0], 0, blocks, True)])
-        self._engine.pool.release(blocks)
-        self._ready = True
 
     def _receive(self) -> None:
         self._pump()
@@ -149,11 +152,13 @@ class DecodeWorker:
             poller.register(socket, zmq.POLLIN)
         poller.poll(IDLE_WAIT_MS)
 
-    def _between_layers(self, layer: int) -> None:
+    def _between_layers(self) -> None:
+        """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
         if time.monotonic() - self._pumped_at < PUMP_EVERY_S:
             return
         self._pump()
-        if self._step and all(work.sequence.state is State.FINISHED for work in self._step):
+        step = self._stepper.running
+        if step and all(work.sequence.state is State.FINISHED for work in step):
             raise StepCancelled
 
     def _pump(self) -> None:
@@ -192,6 +197,9 @@ class DecodeWorker:
             return
         for older in [k for k in self._scheduler.keys if k[0] == message.request and k[1] < message.attempt]:
             self._drop(older)
+        if self._members.draining:
+            self._fail(key, "draining", f"{self._members.worker} drains and takes nothing new", retryable=True)
+            return
         if refusal := self._scheduler.refusal(message):
             self._fail(key, *refusal, retryable=False)
             return
@@ -201,11 +209,14 @@ class DecodeWorker:
 
     def _announce(self, plan: Plan) -> None:
         """Tell the gateways what the plan decided."""
-        for _ in plan.preempted:
-            self._metrics.preemptions.labels("recompute").inc()
+        modes = (("swap", plan.swapped_out), ("move", plan.moved), ("recompute", plan.recomputed))
+        for mode, victims in modes:
+            self._metrics.preemptions.labels(mode).inc(len(victims))
         for sequence in plan.revoked:
             self._receiver.forget(*sequence.key)
             self._fail(sequence.key, "revoked", "its reservation was needed by running sequences", retryable=True)
+        for sequence in plan.moved:
+            self._fail(sequence.key, "preempted", "its blocks were needed by better-ranked sequences", retryable=True)
         for sequence in plan.admitted:
             held = sequence.table.num_computed
             self._metrics.prefix_cached_tokens.inc(held)
@@ -214,7 +225,7 @@ class DecodeWorker:
                 self._metrics.local_prefill.labels(sequence.local_reason).inc()
             else:
                 self._receiver.expect(
-                    *sequence.key, sequence.reservation, sequence.prefill, held, len(sequence.prompt)
+                    *sequence.key, sequence.reservation, sequence.prefill, held, len(sequence.tokens)
                 )
             if not sequence.announced:
                 for sibling in self._scheduler.find(sequence.key):
@@ -306,66 +317,24 @@ class DecodeWorker:
     # --- one step --------------------------------------------------------------------------------------------
 
     def _chunk_tokens(self, busy: bool) -> int:
-        """Tokens of local prefill in one step: beside running sequences what the ITL budget affords."""
-        if not busy:
-            return self._config.worker.chunk_tokens
-        if self._chunk_token_s == 0.0:
-            return self._engine.pool.block_size
-        affordable = int(self._config.itl_budget_ms / 1e3 / self._chunk_token_s)
-        return max(self._engine.pool.block_size, min(self._config.worker.chunk_tokens, affordable))
+        return self._stepper.chunk_tokens(
+            self._config.worker.chunk_tokens, self._config.itl_budget_ms / 1e3, busy=busy
+        )
 
     def _run_step(self, batch: list[Work]) -> None:
-        started = time.monotonic()
-        self._step = batch
-        try:
-            logits = self._runner.forward(
-                [
-                    Chunk(w.sequence.tokens[w.start : w.start + w.count], w.start, w.sequence.table.blocks, w.samples)
-                    for w in batch
-                ]
-            )
-        except StepCancelled:
+        logits = self._stepper.run(batch)
+        if logits is None:
             return
-        finally:
-            self._step = []
-        self._measure(batch, time.monotonic() - started)
-        sampling = [w for w in batch if w.samples]
-        alive = [w for w in batch if w.sequence.state in (State.RUNNING, State.COMPUTING)]
-        for work in alive:
-            self._scheduler.computed(work)
-        self._sample(logits, sampling)
-
-    def _measure(self, batch: list[Work], elapsed_s: float) -> None:
-        tokens = sum(w.count for w in batch)
-        self._metrics.step_seconds.observe(elapsed_s)
-        self._metrics.computed_tokens.inc(tokens)
-        if (chunk := batch[-1].count) > 1:
-            cost = elapsed_s / tokens if len(batch) == 1 else elapsed_s / (chunk + len(batch))
-            self._chunk_token_s = cost if not self._chunk_token_s else 0.8 * self._chunk_token_s + 0.2 * cost
-
-    def _sample(self, logits: torch.Tensor, sampling: list[Work]) -> None:
-        """Pick the next token of every choice that ran its last one. `logits`: [len(sampling), vocab]."""
-        wanted = [(i, w.sequence) for i, w in enumerate(sampling) if w.sequence.state is not State.FINISHED]
-        rows: list[SampleRow] = []
-        index: list[int] = []
-        for i, s in wanted:
-            for choice in range(s.choice, s.choice + s.num_choices):
-                rows.append(SampleRow(s.params, s.prompt, s.output, choice))
-                index.append(i)
-        if not rows:
-            return
-        picked = logits if index == list(range(logits.shape[0])) else logits[index]
-        tokens = sample(picked, rows, self._engine.model.eos_token_ids)
-        position = 0
-        for _, sequence in wanted:
-            mine = tokens[position : position + sequence.num_choices]
-            position += sequence.num_choices
-            if NOT_FINITE in mine:
+        for work in batch:
+            if work.sequence.state is not State.FINISHED:
+                self._scheduler.computed(work)
+        for sequence, tokens in self._stepper.pick(logits, [work for work in batch if work.samples]):
+            if tokens is None:
                 self._fail(sequence.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
             elif sequence.state is State.COMPUTING:
-                self._start(sequence, mine)
+                self._start(sequence, tokens)
             elif sequence.state is State.RUNNING:
-                self._append(sequence, mine[0])
+                self._append(sequence, tokens[0])
 
     def _append(self, sequence: Sequence, token: int) -> None:
         tie = self._members.owner.get(sequence.key)
@@ -416,7 +385,7 @@ class DecodeWorker:
             running=sum(state in (State.RUNNING, State.COMPUTING) for state in states),
             waiting=sum(state is State.WAITING for state in states),
             queued_tokens=_missing_tokens(self._scheduler),
-            draining=self._draining,
+            draining=self._members.draining,
             links=[],
             metrics=self._metrics.snapshot(self._engine.pool, self._frames),
         )

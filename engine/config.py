@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from ..transfer.errors import ConfigError, RegistrationRefused
 
@@ -58,6 +59,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="encrypt tcp:// between the processes with these keys")
     parser.add_argument("--insecure", action="store_true", help="allow unencrypted addresses beyond this machine")
     parser.add_argument("--exit-with-parent", type=int, metavar="PID", help="end when this parent process dies (Linux)")
 
@@ -78,6 +80,19 @@ def pin_to_cpu(cpu: int | None) -> None:
     if cpu not in allowed:
         raise ConfigError(f"--cpu {cpu} is not one of the cores this process may use: {sorted(allowed)}")
     os.sched_setaffinity(0, {cpu})
+
+
+def handle_termination(drain: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Call `drain` at the first SIGTERM or SIGINT and `stop` at every later one. Both must be safe in a handler."""
+    asked = False
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal asked
+        (stop if asked else drain)()
+        asked = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
 
 
 def run_main(program: str, main: Callable[[], None]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,13 @@ DEFAULT_SHARE = 0.15
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the host in pages that take no memory before they are written (torch would write them all now)."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
 class KVCache:
@@ -36,7 +45,7 @@ class KVCache:
         for shape in layout.layers:
             for caches, head_dim in ((self.keys, shape.k_head_dim), (self.values, shape.v_head_dim)):
                 size = (num_blocks, block_size, shape.kv_heads, head_dim)
-                caches.append(torch.zeros(size, dtype=dtype, device=self.device))
+                caches.append(_zeros(size, dtype, self.device))
 
     def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
         """Where tokens first_token .. first_token + num_tokens - 1 of a sequence lie: [num_tokens] int64."""

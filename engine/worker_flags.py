@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..transfer.channel import check_exposed
 from ..transfer.errors import ConfigError
+from ..transfer.keys import Curve, load_keys
 from .config import add_common_arguments
 from .setup import EngineConfig, add_engine_arguments, engine_config
 
@@ -23,8 +24,10 @@ class WorkerConfig:
     engine: EngineConfig
     chunk_tokens: int = 256
     death_bound_s: float = 5.0
+    drain_timeout_s: float = 30.0
     cpu: int | None = None
     check_invariants: bool = False
+    curve: Curve | None = None
 
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +37,10 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", required=True, help="unique name of this worker")
     parser.add_argument("--chunk-tokens", type=int, default=WorkerConfig.chunk_tokens, help="prompt tokens in one step")
     parser.add_argument("--death-bound-s", type=float, default=WorkerConfig.death_bound_s)
+    parser.add_argument(
+        "--drain-timeout-s", type=float, default=WorkerConfig.drain_timeout_s,
+        help="how long requests may take to finish or move after SIGTERM; the same signal again ends them at once",
+    )  # fmt: skip
     parser.add_argument("--link", choices=("auto", "zmq"), default="auto", help="how KV moves")
     parser.add_argument("--cpu", type=int, help="pin to this core")
     parser.add_argument("--check-invariants", action="store_true", help="prove the block states every step")
@@ -51,17 +58,20 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """What `add_worker_arguments` parsed. Raises ConfigError."""
     if not NAME_PATTERN.fullmatch(args.name):
         raise ConfigError(f"--name {args.name!r} must be 1-64 letters, digits, dots, dashes or underscores")
-    require_positive(args, "chunk_tokens", "death_bound_s")
+    require_positive(args, "chunk_tokens", "death_bound_s", "drain_timeout_s")
+    curve = load_keys(args.keys) if args.keys else None
     for address in args.gateway:
         if not re.fullmatch(r"(ipc://.+|tcp://.+:\d{1,5})", address):
             raise ConfigError(f"--gateway {address} is not of the form ipc://PATH or tcp://HOST:PORT")
-        check_exposed(address, args.insecure)
+        check_exposed(address, args.insecure, curve)
     return WorkerConfig(
         name=args.name,
         gateways=tuple(args.gateway),
         engine=engine_config(args),
         chunk_tokens=args.chunk_tokens,
         death_bound_s=args.death_bound_s,
+        drain_timeout_s=args.drain_timeout_s,
         cpu=args.cpu,
         check_invariants=args.check_invariants,
+        curve=curve,
     )

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from ..engine.config import package_version
 from ..transfer.messages import MAX_TOKENS_IN_REQUEST, Family
-from .asgi import RequestIds
+from .admin import Admin
 from .errors import ApiError, model_not_found
 from .generate import Frontend, Generate
 from .membership import ModelIdentity
@@ -64,6 +64,7 @@ class App:
     pool: Pool
     frontend: Frontend
     started_at: int
+    debug_endpoints: bool = False
 
     def build(self) -> ASGIApp:
         app = FastAPI(
@@ -79,10 +80,11 @@ class App:
                 Route("/version", self.version),
                 Route("/metrics", self.metrics),
                 Route("/pools", self.pools),
+                *Admin(self.pool, self.frontend.live).routes(debug=self.debug_endpoints),
             ],
             exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_fault},
         )
-        return RequestIds(app)
+        return app
 
     async def health(self, _: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
@@ -139,7 +141,7 @@ def describe(worker: Worker, now: float) -> dict[str, Any]:
         "name": worker.name,
         "role": register.role,
         "model": register.model,
-        "state": "ready" if worker.ready else "starting",
+        "state": worker.state,
         "pid": register.pid,
         "host": register.host,
         "addresses": {"bulk": register.bulk_address, "control": register.peer_address},

@@ -29,29 +29,62 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError 413 or 415, or ClientGone."""
-    content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type not in JSON_TYPES and not media_type.endswith("+json"):
-        raise ApiError(415, f"The body must be application/json, not {media_type:.100}.", code="unsupported_media_type")
-    length = header(scope, b"content-length") or b"0"
-    if length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
-    while True:
-        message = await receive()
+class Bodies:
+    """Reads request bodies, each within bounds of size and time, all of them within a bound of memory."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        max_total_bytes: int = 1024 * 1024 * 1024,
+        idle_timeout_s: float = 20.0,
+        total_timeout_s: float = 300.0,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_total_bytes = max(max_total_bytes, max_bytes)
+        self._idle_timeout_s = idle_timeout_s
+        self._total_timeout_s = total_timeout_s
+        self._reading_bytes = 0  # of all bodies that are not complete yet
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body. Raises ApiError 408, 413, 415 or 503, or ClientGone."""
+        content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
+        media_type = content_type.partition(";")[0].strip().lower()
+        if media_type not in JSON_TYPES and not media_type.endswith("+json"):
+            text = f"The body must be application/json, not {media_type:.100}."
+            raise ApiError(415, text, code="unsupported_media_type")
+        length = header(scope, b"content-length") or b"0"
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._total_timeout_s):
+                while await self._read_more(receive, body):
+                    continue
+        except TimeoutError:
+            raise ApiError(408, "The body of the request took too long.", code="request_timeout") from None
+        finally:
+            self._reading_bytes -= len(body)
+        return bytes(body)
+
+    async def _read_more(self, receive: Receive, body: bytearray) -> bool:
+        """Take in what comes next. False at the end."""
+        async with asyncio.timeout(self._idle_timeout_s):
+            message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-        if not message.get("more_body", False):
-            return bytes(body)
+        part: bytes = message.get("body", b"")
+        if len(body) + len(part) > self._max_bytes:
+            raise self._too_large()
+        if self._reading_bytes + len(part) > self._max_total_bytes:
+            text = "The server is receiving too many large requests at once."
+            raise ApiError(503, text, type="server_error", code="overloaded", headers={"Retry-After": "1"})
+        body += part
+        self._reading_bytes += len(part)
+        more: bool = message.get("more_body", False)
+        return more
 
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self._max_bytes} bytes.", code="request_too_large")
 
 
 class Responder:
@@ -62,6 +95,12 @@ class Responder:
         self._send = send
         self.started = False
         self.ended = False  # the last message was handed to the server
+
+    @property
+    def request_id(self) -> str:
+        """What logs call the request."""
+        found: str = self._scope["state"][REQUEST_ID_STATE]
+        return found
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
@@ -140,8 +179,30 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+LAST_REQUEST_GRACE_S = 0.5
+
+
 class AbortableProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which also lets the application cut a connection: closing one waits for its reader."""
+    """uvicorn's HTTP protocol, which also lets the application cut a connection: closing one waits for its reader.
+
+    When the server stops, uvicorn closes connections without a request at once. But a request may be on its way there,
+    the first of a connection made a moment ago or the next of an older one; it was not refused, so it is answered.
+    """
+
+    _stopping = False
+
+    def shutdown(self) -> None:
+        """The server stops: close the connection after the answer that is due, or that comes to be due in a moment."""
+        self._stopping = True
+        if self.cycle is None or self.cycle.response_complete:
+            self.loop.call_later(LAST_REQUEST_GRACE_S, super().shutdown)
+        else:
+            super().shutdown()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self._stopping and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

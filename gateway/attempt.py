@@ -9,7 +9,7 @@ from .worker import Event, Lost
 
 CROWDED_REASONS = frozenset({"revoked", "preempted"})  # of `Failed`: nothing is broken, there is just no room
 
-RetryKind = Literal["busy", "drained", "prefill_lost", "decode_lost", "failed"]
+RetryKind = Literal["busy", "preempted", "drained", "prefill_lost", "decode_lost", "failed"]
 
 
 class AttemptOver(Exception):
@@ -28,15 +28,17 @@ class AttemptOver(Exception):
     @property
     def counts(self) -> bool:
         """Does it say anything against the request? A lack of room or a planned move does not."""
-        return self.kind not in ("busy", "drained")
+        return self.kind not in ("busy", "preempted", "drained")
 
 
 def ending(event: Event, worker: str, from_prefill: bool) -> AttemptOver:
     """What it means for the attempt that `worker` says (or that is said of it) `event`, which does not bring it on."""
     kind: RetryKind
     match event:
+        case Failed(reason="draining"):
+            return AttemptOver("drained", event.detail)
         case Failed():
-            kind = "busy" if event.retryable and event.reason in CROWDED_REASONS else "failed"
+            kind = "preempted" if event.retryable and event.reason in CROWDED_REASONS else "failed"
             return AttemptOver(kind, f"{event.reason}: {event.detail}", retryable=event.retryable)
         case Lost(planned=True):
             return AttemptOver("drained", event.reason)

@@ -80,6 +80,25 @@ def decode(context: typer.Context) -> None:
     become("decode", [*context.obj, *context.args])
 
 
+@app.command()
+def keys(
+    what: Annotated[str, typer.Argument(metavar="DIR|api", help="a directory to make, or the word api")],
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="with api: whose key it will be")] = None,
+) -> None:
+    """Make keys: for the processes' sockets in DIR, or with `api NAME` one for a client of the HTTP API."""
+    from .keygen import main as keygen_main  # here and not above: as with `up`
+
+    raise typer.Exit(keygen_main(what, name))
+
+
+@app.command(context_settings=PASS_ON)
+def drain(context: typer.Context) -> None:
+    """Have a worker take nothing new, and leave when nothing is left: `pdserve drain decode-0`."""
+    from .drain import main as drain_main  # here and not above: as with `up`
+
+    raise typer.Exit(drain_main(context.args))
+
+
 @app.command(context_settings=PASS_ON)
 def bench(context: typer.Context) -> None:
     """Measure a running system: `pdserve bench serve --url ...`."""

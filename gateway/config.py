@@ -12,6 +12,7 @@ from ..engine.checkpoint import served_name
 from ..engine.config import add_common_arguments
 from ..transfer.channel import check_exposed, runtime_directory
 from ..transfer.errors import ConfigError
+from ..transfer.keys import Curve, load_keys
 from .router import LocalPrefillMode, PolicyName
 
 
@@ -26,6 +27,8 @@ class GatewayConfig:
     listen: str | None = None
     max_queue: int = 1024
     queue_timeout_s: float = 60.0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
     local_prefill: LocalPrefillMode = "auto"
     router_policy: PolicyName = "prefix_aware"
     chat_template: Path | None = None
@@ -33,7 +36,11 @@ class GatewayConfig:
     max_model_len: int | None = None
     max_body_bytes: int = 32 * 1024 * 1024
     death_bound_s: float = 5.0
-    shutdown_s: float = 10.0
+    shutdown_s: float = 30.0
+    debug_endpoints: bool = False
+    max_connections: int = 4096
+    api_keys: Path | None = None
+    curve: Curve | None = None
 
     def control_address(self, port: int) -> str:
         """Where workers connect, given the HTTP port that was bound in the end."""
@@ -51,6 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", help="ipc:// or tcp:// address for workers (default: ipc, named after the port)")
     parser.add_argument("--max-queue", type=int, default=defaults.max_queue, help="waiting requests before a 429")
     parser.add_argument("--queue-timeout-s", type=float, default=defaults.queue_timeout_s, help="wait before a 503")
+    parser.add_argument("--ttft-slo-s", type=float, help="refuse what would wait longer than this for its first token")
+    parser.add_argument("--tpot-slo-s", type=float, help="run no more at once than get a token each within this")
     parser.add_argument(
         "--local-prefill", choices=get_args(LocalPrefillMode), default=defaults.local_prefill,
         help="may decode workers compute prompts themselves?",
@@ -60,11 +69,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the workers')")
     parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="larger bodies get a 413")
     parser.add_argument(
+        "--max-connections", type=int, default=defaults.max_connections, help="open at a time; the next one gets a 503"
+    )
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="let only these in (`pdserve keys api NAME`)")
+    parser.add_argument(
         "--death-bound-s", type=float, default=defaults.death_bound_s, help="a worker silent for longer is dead"
     )
     parser.add_argument(
         "--shutdown-s", type=float, default=defaults.shutdown_s, help="time for open requests to finish after SIGTERM"
     )
+    parser.add_argument("--debug-endpoints", action="store_true", help="serve /debug/requests (to this machine only)")
     return parser
 
 
@@ -77,17 +91,21 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         raise ConfigError(f"--max-queue {args.max_queue} is negative")
     for flag, value in (
         ("--queue-timeout-s", args.queue_timeout_s),
+        ("--ttft-slo-s", args.ttft_slo_s),
+        ("--tpot-slo-s", args.tpot_slo_s),
         ("--death-bound-s", args.death_bound_s),
         ("--max-model-len", args.max_model_len),
         ("--max-body-bytes", args.max_body_bytes),
         ("--shutdown-s", args.shutdown_s),
+        ("--max-connections", args.max_connections),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value} is not a positive number")
+    curve = load_keys(args.keys) if args.keys else None
     if args.listen is not None:
         if not args.listen.startswith(("ipc://", "tcp://")):
             raise ConfigError(f"--listen {args.listen} is neither an ipc:// nor a tcp:// address")
-        check_exposed(args.listen, args.insecure)
+        check_exposed(args.listen, args.insecure, curve)
     config = GatewayConfig(
         model=args.model,
         names=(args.served_model_name or served_name(args.model),),
@@ -96,6 +114,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         listen=args.listen,
         max_queue=args.max_queue,
         queue_timeout_s=args.queue_timeout_s,
+        ttft_slo_s=args.ttft_slo_s,
+        tpot_slo_s=args.tpot_slo_s,
         local_prefill=args.local_prefill,
         router_policy=args.router_policy,
         chat_template=args.chat_template,
@@ -104,5 +124,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         max_body_bytes=args.max_body_bytes,
         death_bound_s=args.death_bound_s,
         shutdown_s=args.shutdown_s,
+        debug_endpoints=args.debug_endpoints,
+        max_connections=args.max_connections,
+        api_keys=args.api_keys,
+        curve=curve,
     )
     return config, args

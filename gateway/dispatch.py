@@ -9,16 +9,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..transfer.messages import LocalPrefill
-from .limits import AdmissionQueue
+from .limits import AdmissionQueue, Turn
 from .pool import Pool
 from .router import Ask, LocalPrefillMode, Policy, local_prefill, prefix_chain
-from .worker import Leg, Owner, Worker
+from .worker import Leg, Owner, Worker, pair_load
 
 PRIORITY_STEP_S = 10.0  # one priority level weighs as much as this much waiting, as in decode's rank
+BACKLOG_S = 0.25  # of prompts that may stand at a worker, beside the one it computes and the one after that
+BACKLOG_PROMPTS = 2
+OUTPUT_WINDOW = 64.0  # finished requests that the expected output length remembers
+MAX_RETRY_AFTER_S = 60.0
 
 
 class NoWorkers(Exception):
     """No set of workers that could serve is registered and ready."""
+
+
+class Overloaded(Exception):
+    """The request would get its first token too late. `retry_after_s`: when it might not any more."""
+
+    def __init__(self, wait_s: float, slo_s: float) -> None:
+        super().__init__(f"its first token would take {wait_s:.1f} s, more than the {slo_s:g} s allowed")
+        self.retry_after_s = wait_s - slo_s
 
 
 class PromptTooLong(Exception):
@@ -58,18 +70,38 @@ class Placement:
 class Wanted:
     """What the dispatcher must know of an attempt.
 
+    `num_tokens`: its input, of all choices. `max_tokens`: the most that one choice can come to.
     `spread`: several choices have gone their own ways, so decode recomputes them and nobody prefills.
     `suspect`: a worker died with it; if that was its fault, nobody else should go down with it again, so an idle
     decode worker is preferred.
+    `output_tokens`: the most it may still generate, over all choices. `first_seen`: on the dispatcher's clock.
     """
 
     owner: Owner
     request: str
     attempt: int
     num_tokens: int
+    max_tokens: int
     chain: Sequence[bytes]
     spread: bool
     suspect: bool = False
+    client: str = ""
+    output_tokens: int = 0
+    first_seen: float = 0.0
+    priority: int = 0
+
+    @property
+    def rank(self) -> float:
+        return self.first_seen + self.priority * PRIORITY_STEP_S
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """What no request shall exceed; None: no limit. With them, requests that would miss them are refused early, and
+    workers get no more at once than they can serve in time, so that overload costs only the excess."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 class Dispatcher:
@@ -83,11 +115,14 @@ class Dispatcher:
         local_prefill_mode: LocalPrefillMode,
         queue_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        objectives: Objectives = Objectives(),
     ) -> None:
         self.pool = pool
         self.queue = queue
         self.queue_timeout_s = queue_timeout_s
         self.clock = clock
+        self._objectives = objectives
+        self._output_tokens = 0.0  # mean of finished requests; 0 while there was none
         self._policy = policy
         self._mode: LocalPrefillMode = local_prefill_mode
         self._turn = itertools.count()
@@ -105,16 +140,49 @@ class Dispatcher:
     def can_serve(self) -> bool:
         return bool(self.pool.pairs(alone=self._mode == "auto"))
 
-    async def place(self, wanted: Wanted, rank: float, timeout_s: float) -> Placement:
-        """Wait in the queue for a place. Raises QueueFull, NoWorkers (first attempts only) or TimeoutError."""
-        known = wanted.attempt > 1
-        return await self.queue.admit(rank, lambda: self._claim(wanted), max(timeout_s, 0.0), known=known)
+    async def place(self, wanted: Wanted, timeout_s: float) -> Placement:
+        """Wait in the queue for a place. Raises QueueFull or TimeoutError; of first attempts also Overloaded and
+        NoWorkers."""
+        turn = self._turn_of(wanted)
+        slo_s = self._objectives.ttft_s
+        if slo_s is None or turn.known:
+            return await self.queue.admit(turn, lambda: self._claim(wanted), max(timeout_s, 0.0))
+        age_s = self.clock() - wanted.first_seen
+        if (wait_s := self.queue.wait_s(turn)) is not None and age_s + wait_s > slo_s:
+            raise Overloaded(age_s + wait_s, slo_s)
+        try:
+            return await self.queue.admit(turn, lambda: self._claim(wanted), max(min(timeout_s, slo_s - age_s), 0.0))
+        except TimeoutError:
+            if timeout_s < slo_s:
+                raise
+            raise Overloaded(slo_s + self.retry_after_s(wanted), slo_s) from None
+
+    def retry_after_s(self, wanted: Wanted) -> float:
+        """When it might be worth while to ask again: when those who wait now will have been served."""
+        wait_s = self.queue.wait_s(self._turn_of(wanted))
+        return MAX_RETRY_AFTER_S if wait_s is None else min(wait_s, MAX_RETRY_AFTER_S)
+
+    def note_output(self, num_tokens: float) -> None:
+        """A request has generated so many tokens, over all choices."""
+        kept = 1 - 1 / OUTPUT_WINDOW if self._output_tokens else 0.0
+        self._output_tokens = self._output_tokens * kept + num_tokens * (1 - kept)
+
+    def _turn_of(self, wanted: Wanted) -> Turn:
+        """Its cost is what it makes workers compute: the prompt as far as nobody has it cached, and the output, of
+        which `max_tokens` says little and requests of late say more."""
+        if wanted.attempt > 1:
+            return Turn(wanted.rank, wanted.client, 0.0, known=True)
+        cached = max((w.prefixes.overlap_tokens(wanted.chain) for w in self.pool.workers.values()), default=0)
+        output = min(wanted.output_tokens, self._output_tokens or wanted.output_tokens)
+        return Turn(wanted.rank, wanted.client, max(wanted.num_tokens - cached, 0) + max(output, 1.0))
 
     def _candidates(self, wanted: Wanted) -> list[tuple[Worker, Worker | None]]:
         """Pairs that could serve the attempt if they had room."""
+        pairs = self.pool.decode_alone() if wanted.spread else self.pool.pairs(alone=self._mode == "auto")
+        # If none can ever hold it, one of them says so: with its own numbers.
+        pairs = [(d, p) for d, p in pairs if d.capacity_tokens >= wanted.max_tokens] or pairs
         if wanted.spread:
-            return self.pool.decode_alone()
-        pairs = self.pool.pairs(alone=self._mode == "auto")
+            return pairs
         if not pairs and wanted.attempt == 1:
             raise NoWorkers
         fitting = [(d, p) for d, p in pairs if p is None or p.capacity_tokens >= wanted.num_tokens]
@@ -127,16 +195,12 @@ class Dispatcher:
     def _claim(self, wanted: Wanted) -> Placement | None:
         """A place for the attempt right now, or None."""
         pairs = self._candidates(wanted)
-        by_name = {
-            (d.id, p.id if p else ""): (d, p)
-            for d, p in pairs
-            if d.has_place and (p is None or (p.has_place and self.pool.is_free(p)))
-        }
+        by_name = {(d.id, p.id if p else ""): (d, p) for d, p in pairs if self._has_room(d, p)}
         if not by_name:
             return None
         if wanted.suspect and any(not d.legs for d, _ in by_name.values()):
             by_name = {names: pair for names, pair in by_name.items() if not pair[0].legs}
-        loads = [self.pool.load(d, p) for d, p in by_name.values()]
+        loads = [pair_load(d, p) for d, p in by_name.values()]
         workers = {w.id: w for pair in by_name.values() for w in pair if w is not None}
         overlap = {name: worker.prefixes.overlap_tokens(wanted.chain) for name, worker in workers.items()}
         chosen = self._policy(loads, Ask(wanted.num_tokens, next(self._turn), overlap))
@@ -144,12 +208,51 @@ class Dispatcher:
         how, why = local_prefill(chosen, self._mode)
         if wanted.spread:
             how, why = "always", "resumed"
-        missing = wanted.num_tokens - min(overlap[decode.id], wanted.num_tokens)
-        decode_leg = Leg(wanted.owner, wanted.request, wanted.attempt, missing)
+        missing = {name: wanted.num_tokens - min(tokens, wanted.num_tokens) for name, tokens in overlap.items()}
+        self._check_in_time(wanted, prefill or decode, missing[(prefill or decode).id])
+        decode_leg = Leg(
+            wanted.owner, wanted.request, wanted.attempt, missing[decode.id], wanted.num_tokens, wanted.max_tokens
+        )
         self.pool.place(decode, decode_leg)
         prefill_leg = None
-        if prefill is not None:
-            to_compute = wanted.num_tokens - min(overlap[prefill.id], wanted.num_tokens)
-            prefill_leg = Leg(wanted.owner, wanted.request, wanted.attempt, to_compute)
+        if prefill is None:
+            decode_leg.computes = max(missing[decode.id], 1)
+        else:
+            prefill_leg = Leg(wanted.owner, wanted.request, wanted.attempt, missing[prefill.id])
+            prefill_leg.computes = max(missing[prefill.id], 1)
             self.pool.place(prefill, prefill_leg)
         return Placement(self.pool, decode, decode_leg, prefill, prefill_leg, how, why)
+
+    def _has_room(self, decode: Worker, prefill: Worker | None) -> bool:
+        """May one more request be sent to the pair now? More than they can be busy with stays in the queue, where it
+        can still go anywhere, in fair order, and costs nothing to give up."""
+        if not decode.has_place:
+            return False
+        tpot_s = self._objectives.tpot_s
+        if tpot_s is not None and decode.legs and decode.pace.step_s(len(decode.legs) + 1) > tpot_s:
+            return False
+        if prefill is None:
+            return _backlog_is_short(decode)
+        if not prefill.has_place or not self.pool.is_free(prefill):
+            return False
+        return _backlog_is_short(prefill) or (self._mode == "auto" and not decode.legs)
+
+    def _check_in_time(self, wanted: Wanted, computing: Worker, missing_tokens: int) -> None:
+        """Raise Overloaded when the first token would come too late from this worker: no work is spent then.
+
+        An idle worker gets whatever comes fresh: its speed may have changed, and would never be measured anew."""
+        slo_s = self._objectives.ttft_s
+        speed, queued_tokens = computing.pace.tokens_per_s, computing.computing_tokens()
+        if slo_s is None or wanted.attempt > 1 or not speed:
+            return
+        left_s = (queued_tokens + missing_tokens) / speed
+        if not queued_tokens:
+            left_s = min(left_s, slo_s / 2)
+        if (wait_s := self.clock() - wanted.first_seen + left_s) > slo_s:
+            raise Overloaded(wait_s, slo_s)
+
+
+def _backlog_is_short(worker: Worker) -> bool:
+    """Enough to never be idle until word of that comes here, and no more."""
+    waiting = [leg.computes for leg in worker.legs.values() if leg.computes]
+    return len(waiting) < BACKLOG_PROMPTS or sum(waiting) < BACKLOG_S * (worker.pace.tokens_per_s or 0.0)

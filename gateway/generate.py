@@ -13,12 +13,14 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
 from ..engine.lifetime import Event, Lifetime
-from .asgi import REQUEST_ID_STATE, ClientGone, Responder, read_body
+from .admin import LiveRequests
+from .api_keys import client_of
+from .asgi import REQUEST_ID_STATE, Bodies, ClientGone, Responder
 from .dispatch import Dispatcher
 from .errors import ApiError
 from .metrics import GatewayMetrics, Outcome, outcome_of
@@ -44,7 +46,8 @@ class Frontend:
     dispatcher: Dispatcher
     metrics: GatewayMetrics
     threads: Executor  # for parsing
-    max_body_bytes: int
+    bodies: Bodies
+    live: LiveRequests = field(default_factory=LiveRequests)
 
 
 class Generate:
@@ -82,13 +85,13 @@ class Generate:
         request_id: str = scope["state"][REQUEST_ID_STATE]
         unsent: Callable[[], bytes] = bytes
         try:
-            body = await read_body(scope, receive, frontend.max_body_bytes)
+            body = await frontend.bodies.read(scope, receive)
             parsed = await asyncio.get_running_loop().run_in_executor(
                 frontend.threads, self._parse, body, frontend.tokenizer, frontend.limits()
             )
             reply = Reply(parsed, frontend.tokenizer)
             unsent = reply.events.take_now
-            await self._generate(parsed, reply, receive, responder, lifetime)
+            await self._generate(parsed, client_of(scope), reply, receive, responder, lifetime)
         except ApiError as error:
             if error.status >= 500:
                 log.warning("%s: answered %d: %s", request_id, error.status, error.message)
@@ -104,12 +107,19 @@ class Generate:
         return Outcome.OK
 
     async def _generate(
-        self, parsed: ParsedRequest, reply: Reply, receive: Receive, responder: Responder, lifetime: Lifetime
+        self,
+        parsed: ParsedRequest,
+        client: str,
+        reply: Reply,
+        receive: Receive,
+        responder: Responder,
+        lifetime: Lifetime,
     ) -> None:
         """Run every prompt to its end and answer. Raises the first cause of failure, after everything is released."""
-        requests = [self._request(parsed, number, reply, lifetime) for number in range(len(parsed.prompts))]
+        requests = [self._request(parsed, number, client, reply, lifetime) for number in range(len(parsed.prompts))]
         reply.count_cached = lambda: sum(request.cached_tokens for request in requests)
         metrics = self._frontend.metrics
+        self._frontend.live.add(requests, responder.request_id)
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(responder.until_disconnect(receive))
@@ -122,12 +132,14 @@ class Generate:
         except BaseExceptionGroup as causes:
             raise first_cause(causes) from None
         finally:
+            self._frontend.live.remove(requests)
             metrics.generated_tokens.inc(reply.completion_tokens)
         metrics.prompt_tokens.inc(parsed.prompt_tokens)
+        self._frontend.dispatcher.note_output(reply.completion_tokens / len(requests))
         if not parsed.stream:
             await responder.json(200, reply.body())
 
-    def _request(self, parsed: ParsedRequest, number: int, reply: Reply, lifetime: Lifetime) -> Request:
+    def _request(self, parsed: ParsedRequest, number: int, client: str, reply: Reply, lifetime: Lifetime) -> Request:
         job = Job(
             prompt=list(parsed.prompts[number]),
             num_choices=parsed.n,
@@ -135,6 +147,7 @@ class Generate:
             cache_salt=parsed.cache_salt,
             priority=parsed.priority,
             first_choice=number * parsed.n,
+            client=client,
         )
         frontend = self._frontend
         return Request(job, frontend.dispatcher, reply, lifetime, frontend.metrics, frontend.eos_token_ids)

@@ -24,13 +24,19 @@ class UpConfig:
     model: str
     prefill: int = 1  # workers; 0 = aggregated: decode computes the prompts too
     decode: int = 1
+    gateways: int = 1
     host: str = "127.0.0.1"
-    port: int = 8000  # 0 = any free one
+    port: int = 8000  # of the first gateway, the others follow; 0 = any free one
     served_model_name: str | None = None
     max_model_len: int | None = None
     max_queue: int | None = None
     queue_timeout_s: float | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    max_connections: int | None = None
+    api_keys: str | None = None
     shutdown_s: float = 3.0
+    drain_timeout_s: float | None = None
     local_prefill: str | None = None
     chat_template: str | None = None
     link: str | None = None
@@ -42,9 +48,12 @@ class UpConfig:
     prefill_kv_blocks: int | None = None
     chunk_tokens: int | None = None
     max_sequences: int | None = None
+    preemption: str | None = None
+    swap_memory: str | None = None
     no_prefix_caching: bool = False
     check_invariants: bool = False
     trust_remote_code: bool = False
+    debug_endpoints: bool = False
     log_level: str = "info"
     log_json: bool = False
 
@@ -63,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     workers = parser.add_argument_group("workers")
     workers.add_argument("--prefill", type=int, default=UpConfig.prefill, metavar="N", help="prefill workers")
     workers.add_argument("--decode", type=int, default=UpConfig.decode, metavar="N", help="decode workers")
+    workers.add_argument("--gateways", type=int, default=UpConfig.gateways, metavar="N", help="on consecutive ports")
     workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
     workers.add_argument("--link", choices=("auto", "zmq"), help="how KV moves")
     workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute short prompts itself")
@@ -80,15 +90,25 @@ def build_parser() -> argparse.ArgumentParser:
     limits = parser.add_argument_group("scheduling")
     limits.add_argument("--chunk-tokens", type=int, metavar="TOKENS", help="prompt tokens computed in one step")
     limits.add_argument("--max-sequences", type=int, metavar="N", help="sequences a decode worker runs at once")
+    limits.add_argument("--preemption", choices=("auto", "swap", "recompute"), help="how preempted sequences come back")
+    limits.add_argument("--swap-memory", metavar="SIZE", help="host memory for preempted KV of each decode worker")
     limits.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; the next one gets a 429")
     limits.add_argument("--queue-timeout-s", type=float, metavar="S", help="longest wait before a 503")
+    limits.add_argument("--ttft-slo-s", type=float, metavar="S", help="refuse what would start later than this")
+    limits.add_argument("--tpot-slo-s", type=float, metavar="S", help="run no more than get a token each in this")
+    limits.add_argument("--max-connections", type=int, metavar="N", help="open at a time; the next one gets a 503")
+    limits.add_argument("--api-keys", metavar="FILE", help="let only these in (see `pdserve keys api NAME`)")
     limits.add_argument(
         "--shutdown-s", type=float, default=UpConfig.shutdown_s, metavar="S", help="time for open requests at Ctrl-C"
+    )
+    limits.add_argument(
+        "--drain-timeout-s", type=float, metavar="S", help="time for a drained worker's requests to finish or to move"
     )
     limits.add_argument("--check-invariants", action="store_true", help="prove the block pools right at every step")
     logs = parser.add_argument_group("logs")
     logs.add_argument("--version", action="version", version=f"pdserve {package_version()}")
     logs.add_argument("--log-level", choices=LOG_LEVELS, default=UpConfig.log_level)
+    logs.add_argument("--debug-endpoints", action="store_true", help="serve /debug/requests")
     logs.add_argument("--log-json", action="store_true", help="one JSON object a line")
     return parser
 
@@ -101,8 +121,10 @@ def parse_config(argv: Sequence[str]) -> UpConfig:
     config = UpConfig(**{field.name: getattr(args, field.name) for field in fields(UpConfig)})
     if config.prefill < 0 or config.decode < 1:
         raise ConfigError(f"--prefill {config.prefill} --decode {config.decode}: at least one decode worker is needed")
-    if not 0 <= config.port <= 65535:
-        raise ConfigError(f"--port {config.port} is not a port number")
+    if config.gateways < 1:
+        raise ConfigError(f"--gateways {config.gateways}: at least one is needed")
+    if not 0 <= config.port <= 65536 - config.gateways:
+        raise ConfigError(f"--port {config.port} is not a port number" + (" for all gateways" * (config.gateways > 1)))
     return config
 
 
@@ -119,21 +141,27 @@ def place_workers(prefill: int, decode: int, cpus: Sequence[int]) -> tuple[list[
     return [ours[i % len(ours)] for i in range(prefill)], [theirs[i % len(theirs)] for i in range(decode)]
 
 
-def _flags(**values: str | int | float | bool | None) -> list[str]:
-    """`block_size=16` as ["--block-size", "16"]; True is a bare flag, None and False are nothing."""
+def gateway_names(config: UpConfig) -> list[str]:
+    return ["gateway"] if config.gateways == 1 else [f"gateway-{i}" for i in range(config.gateways)]
+
+
+def _flags(**values: str | int | float | bool | Sequence[str] | None) -> list[str]:
+    """`block_size=16` as ["--block-size", "16"]; True is a bare flag, None and False are nothing, a list repeats."""
     flags: list[str] = []
     for name, value in values.items():
-        if value is None or value is False:
-            continue
-        flags.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            flags.append(str(value))
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            for one in [value] if isinstance(value, str | int | float) else value:
+                flags += [flag, str(one)]
     return flags
 
 
 def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: Sequence[int]) -> list[ChildSpec]:
     """The command line of every process. `model` is the resolved directory, `sockets` holds the ipc sockets."""
-    control = f"ipc://{sockets}/gateway"
+    names = gateway_names(config)
+    controls = [f"ipc://{sockets}/{name}" for name in names]
     common = _flags(
         model=str(model),
         served_model_name=config.name,
@@ -145,16 +173,20 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
     )
     gateway = common + _flags(
         host=config.host,
-        port=port,
-        listen=control,
         max_queue=config.max_queue,
         queue_timeout_s=config.queue_timeout_s,
+        ttft_slo_s=config.ttft_slo_s,
+        tpot_slo_s=config.tpot_slo_s,
         local_prefill=config.local_prefill,
+        max_connections=config.max_connections,
+        api_keys=config.api_keys and str(Path(config.api_keys).resolve()),
         shutdown_s=config.shutdown_s,
         chat_template=config.chat_template,
+        debug_endpoints=config.debug_endpoints,
     )
     worker = common + _flags(
-        gateway=control,
+        gateway=controls,
+        drain_timeout_s=config.drain_timeout_s,
         link=config.link,
         dtype=config.dtype,
         chunk_tokens=config.chunk_tokens,
@@ -168,12 +200,17 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         block_size=config.decode_block_size or config.block_size,
         kv_blocks=config.kv_blocks,
         max_sequences=config.max_sequences,
+        preemption=config.preemption,
+        swap_memory=config.swap_memory,
     )
     prefill_cpus, decode_cpus = place_workers(config.prefill, config.decode, cpus)
     # The workers' own sockets go to that directory too, so that a killed worker's are cleared away with the rest.
     env = {"XDG_RUNTIME_DIR": str(sockets)}
     worker_env = env | ONE_THREAD
-    specs = [ChildSpec("gateway", _python("gateway", gateway), env, stops_first=True)]
+    specs = []
+    for i, (name, control) in enumerate(zip(names, controls, strict=True)):
+        command = _python("gateway", gateway + _flags(port=port + i, listen=control))
+        specs.append(ChildSpec(name, command, env, stops_first=True))
     for i, cpu in enumerate(prefill_cpus):
         name = f"prefill-{i}"
         specs.append(ChildSpec(name, _python("prefill", prefill + _flags(name=name, cpu=cpu)), worker_env))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from ..transfer.errors import LayoutMismatch
 from ..transfer.messages import Register
+
+HEARTBEAT_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,14 @@ def refusal(message: Register, identity: ModelIdentity, others: Iterable[Registe
         except LayoutMismatch as error:
             return str(error)
     return ""
+
+
+def succession(newcomer: Register, namesake: Register, silence_s: float) -> Literal["replace", "wait", "refuse"]:
+    """What to do with a worker that bears the name of a registered one, which was heard of `silence_s` ago.
+
+    A worker that woke up under a new incarnation is the same process, whatever its old self still had under way.
+    """
+    if silence_s >= 5 * HEARTBEAT_INTERVAL_S:
+        return "replace"
+    same_process = (newcomer.host, newcomer.pid) == (namesake.host, namesake.pid)
+    return "wait" if same_process or silence_s >= 2 * HEARTBEAT_INTERVAL_S else "refuse"

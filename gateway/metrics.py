@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 from ..engine.lifetime import Lifetime
 from ..transfer.channel import FrameCounts
 from ..transfer.messages import Family, Sample
+from .attempt import RetryKind
 
 METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -71,7 +73,7 @@ class GatewayMetrics:
         self.generated_tokens = Counter("pdserve_generated_tokens", "Tokens accepted", registry=registry)
         for outcome in Outcome:
             self.requests.labels(outcome.value)
-        for kind in ("busy", "prefill_lost", "decode_lost", "failed"):
+        for kind in get_args(RetryKind):
             self.retries.labels(kind)
         registry.register(_Reports(frames, reports))
 

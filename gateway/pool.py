@@ -2,8 +2,13 @@
 
 Life of a worker here: `Register` is checked and answered; its first heartbeat says it is ready; from then on requests
 place *legs* on it (one per live attempt) and its messages about an attempt go to the owner of that leg. It is
-forgotten at once when it says `Leaving`, when its connection is gone, or when it was silent for the death bound; every
-leg's owner is told `Lost`. Everything runs on the gateway's event loop, in callbacks that never wait.
+forgotten when it says `Leaving`, when its connection is gone, or when it was silent for the death bound; every leg's
+owner is told `Lost`. A worker that drains is answered `Drain`: nothing more is placed on it, and what others have room
+for is taken off it. Everything runs on the gateway's event loop, in callbacks that never wait.
+
+A connection over ipc ends only with its process. One over TCP may be cut by the network between two healthy ends; then
+ZeroMQ connects again under the same identity, the heartbeats show what was lost meanwhile, and the worker keeps its
+work, if it is back within `RECONNECT_S`.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ from typing import Any
 import zmq
 
 from ..transfer.channel import MAX_MESSAGES_PER_DRAIN, FrameCounts, Received, Router
+from ..transfer.keys import Curve
 from ..transfer.messages import (
     Busy,
     Cancel,
+    Drain,
     Failed,
     FirstTokens,
     GatewayHeartbeat,
@@ -38,16 +45,19 @@ from ..transfer.messages import (
     Tokens,
     WorkerHeartbeat,
 )
-from .membership import ModelIdentity, refusal
-from .router import DecodeLoad, Pair, PrefillLoad
+from .draining import movable
+from .membership import HEARTBEAT_INTERVAL_S, ModelIdentity, refusal, succession
 from .worker import Answer, Leg, Lost, NewToken, Worker
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 0.2
 DRAIN_INTERVAL_S = 0.05  # ZeroMQ's descriptor is edge-triggered; this bounds what a missed edge can cost
 BUSY_PAUSE_S = 0.2  # a prefill worker that said it is busy is left alone for this long
 UNLISTED_HEARTBEATS = 2
+RECONNECT_S = 1.0  # ZeroMQ tries every 0.1 s
+SAY_AGAIN_S = 1.0
+GOODBYE_MS = 200
+SILENT_S = 2.0  # a worker that says nothing for so long may come back on another connection
 
 
 class Pool:
@@ -61,6 +71,7 @@ class Pool:
         identity: ModelIdentity,
         death_bound_s: float,
         clock: Callable[[], float] = time.monotonic,
+        curve: Curve | None = None,
     ) -> None:
         self.gateway_id = gateway_id
         self.frames = FrameCounts()
@@ -69,7 +80,7 @@ class Pool:
         self._identity = identity
         self._death_bound_s = death_bound_s
         self._clock = clock
-        self._router = Router(context, address, self.frames)
+        self._router = Router(context, address, self.frames, curve)
         self._drain_is_due = False
         self._stop = asyncio.Event()
         self._beat_task: asyncio.Task[None] | None = None
@@ -91,17 +102,23 @@ class Pool:
         if self._beat_task is not None:
             await asyncio.gather(self._beat_task, return_exceptions=True)
             asyncio.get_running_loop().remove_reader(self._router.socket.fileno())
-        self._router.close()
+        for worker in self.workers.values():
+            self._router.send(worker.identity, RegistrationDenied("the gateway has stopped", fatal=False))
+        self._router.close(GOODBYE_MS)
 
-    async def released(self, timeout_s: float) -> bool:
-        """Wait until no worker lists anything of ours any more; False if that took longer than `timeout_s`."""
+    async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition that the workers bring about; False if that took longer than `timeout_s`."""
         deadline = self._clock() + timeout_s
-        before = {worker.id: worker.seq for worker in self.workers.values()}
-        while any(not self._has_let_go(worker, before) for worker in self.workers.values()):
+        while not condition():
             if self._clock() > deadline:
                 return False
             await self._pause()
         return True
+
+    async def released(self, timeout_s: float) -> bool:
+        """Wait until no worker lists anything of ours any more; False if that took longer than `timeout_s`."""
+        before = {worker.id: worker.seq for worker in self.workers.values()}
+        return await self.until(lambda: all(self._has_let_go(w, before) for w in self.workers.values()), timeout_s)
 
     @staticmethod
     def _has_let_go(worker: Worker, before: dict[str, int]) -> bool:
@@ -129,18 +146,21 @@ class Pool:
             self.drain()
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_INTERVAL_S
-                self._send_heartbeats()
+                for worker in list(self.workers.values()):
+                    self._send_heartbeat(worker)
+                self._move()
             self._bury(self._clock())
 
-    def _send_heartbeats(self) -> None:
-        for worker in list(self.workers.values()):
-            worker.seq += 1
-            live = [(leg.request, leg.attempt) for leg in worker.legs.values()]
-            self.send(worker, GatewayHeartbeat(worker.seq, live))
+    def _send_heartbeat(self, worker: Worker) -> None:
+        worker.seq += 1
+        live = [(leg.request, leg.attempt) for leg in worker.legs.values()]
+        self.send(worker, GatewayHeartbeat(worker.seq, live))
 
     def _bury(self, now: float) -> None:
         for worker in list(self.workers.values()):
-            if now - worker.last_heard > self._death_bound_s:
+            if worker.cut_off_at is not None and now - worker.cut_off_at > RECONNECT_S:
+                self._forget(worker, "its connection is gone", died=True)
+            elif now - worker.last_heard > self._death_bound_s:
                 self._forget(worker, f"silent for {now - worker.last_heard:.1f} s", died=True)
 
     # --- messages out --------------------------------------------------------------------------------------------
@@ -149,8 +169,13 @@ class Pool:
         """Send, or find that the worker is gone: then all who have legs there are told."""
         if self.workers.get(worker.id) is not worker:
             return  # forgotten already, and its legs were told
-        if not self._router.send(worker.identity, message):
+        if self._router.send(worker.identity, message):
+            worker.cut_off_at = None
+        elif not self.address.startswith("tcp://"):
             self._forget(worker, "its connection is gone", died=True)
+        elif worker.cut_off_at is None:
+            log.warning("%s: its connection is gone; it has %g s to come back", worker.id, RECONNECT_S)
+            worker.cut_off_at = self._clock()
         self._drain_soon()
 
     def _drain_soon(self) -> None:
@@ -165,7 +190,19 @@ class Pool:
             for w in self.by_role("decode")
         ]
         for worker in list(self.by_role("prefill")):
+            worker.told_at = self._clock()
             self.send(worker, Peers(decode))
+
+    def _say_again(self, worker: Worker, beat: WorkerHeartbeat) -> None:
+        """What is said once may have been lost with a connection: say it again when the worker seems not to know."""
+        if self._clock() - worker.told_at < SAY_AGAIN_S:
+            return
+        if worker.dismissed and not beat.draining:
+            worker.told_at = self._clock()
+            self.send(worker, Drain())
+        decode = {w.id for w in self.by_role("decode")}
+        if worker.register.role == "prefill" and not decode <= {link.worker for link in beat.links}:
+            self._send_peers()
 
     # --- messages in ---------------------------------------------------------------------------------------------
 
@@ -183,6 +220,10 @@ class Pool:
         message, sender = received.message, received.sender
         if isinstance(message, Register):
             self._on_register(sender, message)
+            if message.worker in self.workers and self.workers[message.worker].identity == sender:
+                self._router.trust(received)
+            else:
+                self._router.blame(received)
             return
         worker = self.workers.get(sender.rpartition("/")[0])
         if worker is None or worker.identity != sender:
@@ -190,7 +231,9 @@ class Pool:
                 self._router.send(sender, RegistrationDenied("not registered here", fatal=False))
             else:
                 self.frames.drop("unregistered")
+            self._router.blame(received)
             return
+        self._router.trust(received)
         worker.last_heard = self._clock()
         match message:
             case WorkerHeartbeat():
@@ -200,7 +243,7 @@ class Pool:
             case Reserved() | Busy() | FirstTokens() | Failed() | Gone():
                 self._deliver(worker, message.request, message.attempt, message)
             case Leaving():
-                self._forget(worker, "it left", died=False)
+                self._forget(worker, "it left", died=False, planned=True)
             case _:
                 self.frames.drop("unexpected_message")
 
@@ -211,6 +254,9 @@ class Pool:
         now = self._clock()
         known = self.workers.get(message.worker)
         if known is not None:
+            if sender != known.identity and self._is_alive(known, now):
+                self.frames.drop("identity")  # somebody else; if not, the old connection is gone at the next try
+                return
             known.identity, known.last_heard = sender, now
             self._router.send(sender, Registered(self.gateway_id, message.worker))
             return
@@ -220,13 +266,12 @@ class Pool:
             self._router.send(sender, RegistrationDenied(text[:4096], fatal=True))
             return
         if namesake is not None:
-            silence_s = now - namesake.last_heard
-            if silence_s < 2 * HEARTBEAT_INTERVAL_S:
+            what_to_do = succession(message, namesake.register, now - namesake.last_heard)
+            if what_to_do == "refuse":
                 text = f"a live worker has this name already: {namesake.id} (pid {namesake.register.pid})"
                 self._router.send(sender, RegistrationDenied(text, fatal=True))
-                return
-            if silence_s < 5 * HEARTBEAT_INTERVAL_S:
-                return  # undecided whether the old one lives; the newcomer asks again in a second
+            if what_to_do != "replace":
+                return  # undecided whether the old one lives: the newcomer asks again in a moment
             self._forget(namesake, f"replaced by {message.worker}", died=True)
         worker = Worker(sender, message, last_heard=now, registered_at=now)
         self.workers[worker.id] = worker
@@ -235,12 +280,20 @@ class Pool:
         self._send_peers()
         self.on_change()
 
+    def _is_alive(self, worker: Worker, now: float) -> bool:
+        """Was it heard of just now, on a connection that still stands?"""
+        registered = Registered(self.gateway_id, worker.id)  # it knows that already
+        return now - worker.last_heard < SILENT_S and self._router.send(worker.identity, registered)
+
     def _namesake(self, message: Register) -> Worker | None:
         name = message.worker.partition("#")[0]
         return next((w for w in self.workers.values() if w.name == name), None)
 
     def _on_heartbeat(self, worker: Worker, message: WorkerHeartbeat) -> None:
         worker.heartbeat = message
+        if message.draining:
+            self.dismiss(worker)
+        self._say_again(worker, message)
         live = set(message.live)
         for leg in list(worker.legs.values()):
             if (leg.request, leg.attempt) in live:
@@ -254,11 +307,14 @@ class Pool:
 
     def _on_tokens(self, worker: Worker, message: Tokens) -> None:
         gone: set[tuple[str, int]] = set()
+        now = self._clock()
+        worker.pace.stepped(frozenset(item[0] for item in message.items), now)
         for request, attempt, choice, index, token, finish in message.items:
             leg = worker.legs.get(request)
             if leg is None or leg.attempt != attempt:
                 gone.add((request, attempt))
             else:
+                worker.computed(leg, now)
                 leg.owner.deliver(worker.id, attempt, NewToken(choice, index, token, finish))
         for request, attempt in gone:
             self.send(worker, Gone(request, attempt))
@@ -266,21 +322,53 @@ class Pool:
     def _deliver(self, worker: Worker, request: str, attempt: int, event: Answer) -> None:
         leg = worker.legs.get(request)
         if leg is not None and leg.attempt == attempt:
+            if isinstance(event, FirstTokens):
+                worker.computed(leg, self._clock())
+                self.on_change()
             leg.owner.deliver(worker.id, attempt, event)
         elif isinstance(event, Reserved | FirstTokens):  # whoever says one of the others has let go already
             self.send(worker, Gone(request, attempt))
 
-    def _forget(self, worker: Worker, reason: str, *, died: bool) -> None:
+    def _forget(self, worker: Worker, reason: str, *, died: bool, planned: bool = False) -> None:
         if self.workers.get(worker.id) is not worker:
             return
         del self.workers[worker.id]
         log.log(logging.WARNING if died else logging.INFO, "%s is gone: %s", worker.id, reason)
-        lost = Lost(f"{worker.name} is gone: {reason}", died=died, alone=len(worker.legs) == 1)
+        lost = Lost(f"{worker.name} is gone: {reason}", died=died, planned=planned, alone=len(worker.legs) == 1)
         for leg in worker.legs.values():
             leg.owner.deliver(worker.id, leg.attempt, lost)
         if worker.register.role == "decode":
             self._send_peers()
         self.on_change()
+
+    # --- draining ------------------------------------------------------------------------------------------------
+
+    def dismiss(self, worker: Worker) -> None:
+        """Place nothing more on this worker, and let it go when it has nothing left of ours."""
+        if worker.dismissed:
+            return
+        worker.dismissed, worker.told_at = True, self._clock()
+        log.info("%s drains, with %d attempts to finish or to move", worker.id, len(worker.legs))
+        self.send(worker, Drain())
+        if worker.register.role == "prefill":
+            for leg in worker.legs.values():
+                if leg.sent_at_seq is None:  # it has not heard of it yet, and would not take it
+                    self._take_off(worker, leg)
+        self._move()
+        self._send_heartbeat(worker)
+        self.on_change()
+
+    def _move(self) -> None:
+        """Take attempts off draining decode workers, as many as others have room for."""
+        others = [w for w in self.by_role("decode") if w.takes_work]
+        for worker in self.by_role("decode"):
+            if worker.draining and worker.legs and others:
+                for leg in movable(worker, others):
+                    self._take_off(worker, leg)
+
+    def _take_off(self, worker: Worker, leg: Leg) -> None:
+        lost = Lost(f"{worker.name} drains", died=False, planned=True)
+        leg.owner.deliver(worker.id, leg.attempt, lost)
 
     # --- legs ----------------------------------------------------------------------------------------------------
 
@@ -291,6 +379,7 @@ class Pool:
     def dispatch(self, worker: Worker, leg: Leg, message: Reserve | Prefill) -> None:
         """The leg's first message. From now on the worker should list it."""
         leg.sent_at_seq = worker.seq
+        leg.sent_at = self._clock()
         self.send(worker, message)
 
     def remove(self, worker: Worker, leg: Leg, *, cancel: bool) -> None:
@@ -310,26 +399,15 @@ class Pool:
     def pairs(self, *, alone: bool) -> list[tuple[Worker, Worker | None]]:
         """Ready decode workers with each ready prefill worker linked to them. If nothing at all is linked: decode
         workers alone, provided that is allowed (`alone`)."""
-        decode = [w for w in self.by_role("decode") if w.ready]
-        prefill = [w for w in self.by_role("prefill") if w.ready]
+        decode = [w for w in self.by_role("decode") if w.takes_work]
+        prefill = [w for w in self.by_role("prefill") if w.takes_work]
         linked: list[tuple[Worker, Worker | None]] = [
             (d, p) for d, p in itertools.product(decode, prefill) if p.is_linked_to(d)
         ]
         return linked if linked or not alone else self.decode_alone()
 
     def decode_alone(self) -> list[tuple[Worker, Worker | None]]:
-        return [(w, None) for w in self.by_role("decode") if w.ready]
-
-    def load(self, decode: Worker, prefill: Worker | None) -> Pair:
-        """What the router may know of a pair: the workers' last word, corrected by what was placed there since."""
-        beat = decode.heartbeat
-        assert beat is not None, "only ready workers are paired"
-        free = beat.free_blocks * decode.register.block_size - decode.pending_tokens()
-        load = DecodeLoad(decode.id, free, len(decode.legs), beat.running)
-        if prefill is None or prefill.heartbeat is None:
-            return Pair(load, None)
-        queued = max(prefill.heartbeat.queued_tokens, prefill.pending_tokens())
-        return Pair(load, PrefillLoad(prefill.id, queued, len(prefill.legs)))
+        return [(w, None) for w in self.by_role("decode") if w.takes_work]
 
     def is_free(self, prefill: Worker | None) -> bool:
         return prefill is None or self._clock() >= prefill.busy_until

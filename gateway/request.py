@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +35,7 @@ from ..transfer.messages import (
 )
 from .attempt import AttemptOver, RetryKind, ending
 from .choice import ChoiceState
-from .dispatch import PRIORITY_STEP_S, Dispatcher, NoWorkers, Placement, PromptTooLong, Wanted
+from .dispatch import Dispatcher, NoWorkers, Overloaded, Placement, PromptTooLong, Wanted
 from .errors import ApiError, invalid
 from .limits import QueueFull
 from .worker import Event, NewToken
@@ -81,6 +82,7 @@ class Job:
     cache_salt: str = ""
     priority: int = 0
     first_choice: int = 0  # number of its choice 0 among all choices of the HTTP request
+    client: str = ""  # whose it is, for fairness
 
 
 class Request:
@@ -156,18 +158,23 @@ class Request:
         unfinished = self._unfinished
         num_tokens = len(self.job.prompt) + sum(len(self.choices[number].accepted) for number in unfinished)
         spread = len(unfinished) > 1 and any(choice.accepted for choice in self.choices)
-        wanted = Wanted(self, self.id, self.attempt, num_tokens, self._chain, spread, self._deaths > 0)
-        rank = self._first_seen + self.job.priority * PRIORITY_STEP_S
+        longest = len(self.job.prompt) + self.job.params.max_tokens
+        wanted = Wanted(
+            self, self.id, self.attempt, num_tokens, longest, self._chain, spread, self._deaths > 0, self.job.client,
+            self.job.params.max_tokens * len(unfinished), self._first_seen, self.job.priority,
+        )  # fmt: skip
         try:
-            return await self._dispatcher.place(wanted, rank, self._deadline - self._dispatcher.clock())
+            return await self._dispatcher.place(wanted, self._deadline - self._dispatcher.clock())
         except QueueFull as full:
-            raise ApiError(429, f"The queue is full: {full}.", type="rate_limit_error", code="queue_full") from None
+            raise queue_full(str(full), self._dispatcher.retry_after_s(wanted)) from None
+        except Overloaded as over:
+            raise unavailable(f"Too busy: {over}.", "overloaded", over.retry_after_s) from None
         except NoWorkers:
             raise unavailable("No worker that could serve this request is up.", "no_worker") from None
         except PromptTooLong as error:
             raise too_long(str(error)) from None
         except TimeoutError:
-            raise self._out_of_time() from None
+            raise self._out_of_time(self._dispatcher.retry_after_s(wanted)) from None
 
     async def _run_attempt(self, place: Placement) -> None:
         self.state = State.RESERVING
@@ -241,10 +248,9 @@ class Request:
             self._deadline = self._dispatcher.clock() + self._dispatcher.queue_timeout_s
         self._retries.count_retry(over.kind)
 
-    def _out_of_time(self) -> ApiError:
-        return unavailable(
-            f"No worker had room for the request within {self._dispatcher.queue_timeout_s:g} s.", "queue_timeout"
-        )
+    def _out_of_time(self, retry_after_s: float = 1.0) -> ApiError:
+        text = f"No worker had room for the request within {self._dispatcher.queue_timeout_s:g} s."
+        return unavailable(text, "queue_timeout", retry_after_s)
 
     # --- what workers say ----------------------------------------------------------------------------------------
 
@@ -375,8 +381,17 @@ class Request:
             self._pool.send(place.decode, Cancel(self.id, self.attempt, number))
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, type="service_unavailable", code=code, headers={"Retry-After": "1"})
+def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+    return ApiError(503, message, type="service_unavailable", code=code, headers=retry_after(retry_after_s))
+
+
+def queue_full(why: str, retry_after_s: float) -> ApiError:
+    headers = retry_after(retry_after_s)
+    return ApiError(429, f"The queue is full: {why}.", type="rate_limit_error", code="queue_full", headers=headers)
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(math.ceil(seconds), 1))}
 
 
 def too_long(detail: str) -> ApiError:

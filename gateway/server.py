@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import secrets
@@ -10,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,16 @@ from starlette.types import ASGIApp
 
 from ..engine.checkpoint import fingerprint, resolve
 from ..engine.model_directory import read_json
-from ..transfer.errors import ConfigError
+from ..transfer.channel import is_loopback
+from .api_keys import ApiKeys, keys_in_force
 from .app import App, LimitsInForce, reports
-from .asgi import AbortableProtocol
+from .asgi import Bodies, RequestIds
 from .config import GatewayConfig
-from .dispatch import Dispatcher
+from .connections import ConnectionLimits, Connections, LimitedProtocol, allow_open_files
+from .dispatch import Dispatcher, Objectives
 from .generate import Frontend
 from .limits import AdmissionQueue
+from .listener import bind, stop_handshakes
 from .membership import ModelIdentity
 from .metrics import GatewayMetrics
 from .pool import Pool
@@ -38,12 +42,23 @@ from .text import Tokenizer
 log = logging.getLogger(__name__)
 
 PARSING_THREADS = 2
-BACKLOG = 2048
+ACCEPT_LAST_S = 0.02  # for the loop to accept what the kernel has connected already
+JOIN_TIMEOUT_S = 2.0  # workers that wait for this gateway (it was restarted) join sooner; others are not waited for
 RELEASE_TIMEOUT_S = 1.0  # how long workers may take to confirm that nothing of ours is left
 
 
 class Server(uvicorn.Server):
-    """uvicorn, whose signals are handled here: its own handling ends the process by the signal, not with exit 0."""
+    """uvicorn, whose signals are handled here: its own handling ends the process by the signal, not with exit 0.
+
+    `before_accepting` is waited for when it starts; who connects meanwhile waits in the listening socket's backlog.
+    """
+
+    before_accepting: Callable[[], Awaitable[object]] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.before_accepting is not None:
+            await self.before_accepting()
+        await super().startup(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,23 +76,12 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening-to-be TCP socket. Raises ConfigError when it cannot be had."""
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)  # now, since two sockets may be bound to one port as long as neither listens
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return listener
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Nobody is cut off half-way: a connection is refused, or it is served."""
+        for listener in sockets or []:
+            stop_handshakes(listener)
+        await asyncio.sleep(ACCEPT_LAST_S)
+        await super().shutdown(sockets)
 
 
 def eos_token_ids(path: Path) -> frozenset[int]:
@@ -109,6 +113,7 @@ def build_app(
         POLICIES[config.router_policy],
         config.local_prefill,
         config.queue_timeout_s,
+        objectives=Objectives(config.ttft_slo_s, config.tpot_slo_s),
     )
     frontend = Frontend(
         tokenizer=tokenizer,
@@ -117,17 +122,20 @@ def build_app(
         dispatcher=dispatcher,
         metrics=GatewayMetrics(pool.frames, lambda: reports(pool)),
         threads=threads,
-        max_body_bytes=config.max_body_bytes,
+        bodies=Bodies(config.max_body_bytes),
     )
-    return App(identity, pool, frontend, int(time.time())).build()
+    app = App(identity, pool, frontend, int(time.time()), config.debug_endpoints).build()
+    keys = keys_in_force(config.api_keys, os.environ)
+    return RequestIds(app if keys is None else ApiKeys(app, keys))
 
 
-def http_server(app: ASGIApp, shutdown_s: float) -> Server:
+def http_server(app: ASGIApp, shutdown_s: float, limits: ConnectionLimits | None = None) -> Server:
     """The HTTP server. Streams get `shutdown_s` to finish when it is told to stop."""
+    protocol = functools.partial(LimitedProtocol, Connections(limits or ConnectionLimits()))
     return Server(
         uvicorn.Config(
             app,
-            http=AbortableProtocol,
+            http=protocol,  # type: ignore[arg-type]  # a class or what makes its objects, to uvicorn it is the same
             ws="none",
             lifespan="off",
             log_config=None,
@@ -144,10 +152,15 @@ async def serve(config: GatewayConfig, listener: socket.socket, identity: ModelI
     context: zmq.Context[Any] = zmq.Context()
     gateway_id = f"gateway#{secrets.token_hex(4)}"
     with ThreadPoolExecutor(PARSING_THREADS, thread_name_prefix="parse") as threads:
-        pool = Pool(context, config.control_address(port), gateway_id, identity, config.death_bound_s)
+        pool = Pool(
+            context, config.control_address(port), gateway_id, identity, config.death_bound_s, curve=config.curve
+        )
         try:
             beating = pool.start()
-            server = http_server(build_app(config, identity, pool, tokenizer, threads), config.shutdown_s)
+            app = build_app(config, identity, pool, tokenizer, threads)
+            server = http_server(app, config.shutdown_s, ConnectionLimits(config.max_connections))
+            alone = config.local_prefill == "auto"
+            server.before_accepting = lambda: pool.until(lambda: bool(pool.pairs(alone=alone)), JOIN_TIMEOUT_S)
             beating.add_done_callback(lambda _: server.request_stop())
             print(
                 f"pdserve gateway: {' '.join(identity.names)} at http://{host}:{port}, workers at {pool.address}",
@@ -165,6 +178,9 @@ async def serve(config: GatewayConfig, listener: socket.socket, identity: ModelI
 
 def run(config: GatewayConfig) -> None:
     """The whole life of the process."""
+    allow_open_files(config.max_connections)
+    if config.api_keys is None and not is_loopback(config.host):
+        log.warning("whoever reaches %s port %d may use it: there is no --api-keys", config.host, config.port)
     listener = bind(config.host, config.port)  # first: a port in use is known at once, a model takes seconds
     try:
         path = resolve(config.model)

@@ -1,8 +1,9 @@
 """Keeps a fixed set of child processes alive, and leaves none behind. Knows nothing of what they do.
 
 The life of a child: it is spawned in a process group of its own, its output is passed on line by line under its name,
-and when it exits it is spawned again after a pause that doubles with every short life. Two things end the whole set:
-`request_stop` (a signal), and a child that cannot work as configured before the set was ever ready.
+and when it dies it is spawned again after a pause that doubles with every short life. One that exits with code 0 was
+told to (it was drained, or got a signal of its own): it stays away. Three things end the whole set: `request_stop` (a
+signal), a child that cannot work as configured before the set was ever ready, and the end of the last child.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Supervisor:
         ready = asyncio.ensure_future(until_ready())
         watched: set[asyncio.Future[Any]] = {*keepers, stop, ready}
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not all(keeper.done() for keeper in keepers):
                 done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -164,13 +165,16 @@ class Supervisor:
                     os.killpg(life.process.pid, number)
 
     async def _keep(self, spec: ChildSpec) -> None:
-        """Run one child again and again. Raises when it cannot work as configured."""
+        """Run one child again and again, until it leaves by itself. Raises when it cannot work as configured."""
         clock = asyncio.get_running_loop().time
         pause_s = 0.0
         while not self._stopping.is_set():
             started = clock()
             code, last_words = await self._live(spec)
             if self._stopping.is_set():
+                return
+            if code == 0:
+                logger.info("%s has left, as it was told to: it is not started again", spec.name)
                 return
             if not self._ready:
                 _raise_if_misconfigured(spec.name, code, last_words)

@@ -25,13 +25,30 @@ from ..engine.checkpoint import resolve
 from ..engine.config import run_main, setup_logging
 from ..transfer.channel import runtime_directory
 from ..transfer.errors import ConfigError
+from .api_keys import PROBE_VARIABLE, new_key
 from .launch import UpConfig, child_specs, parse_config
 from .supervisor import Supervisor, write_json, write_text
 
 POLL_INTERVAL_S = 0.2
+PORT_TRIES = 20
 HTTP_TIMEOUT_S = 2.0
 
 logger = logging.getLogger("pdserve.up")
+
+
+def claim_ports(host: str, port: int, count: int) -> int:
+    """The first of `count` consecutive ports that can be listened on now; any for 0. Raises ConfigError."""
+    for _ in range(PORT_TRIES):
+        first = claim_port(host, port)
+        try:
+            for following in range(first + 1, first + count):
+                claim_port(host, following)
+        except (ConfigError, OverflowError):
+            if port != 0:
+                raise
+        else:
+            return first
+    raise ConfigError(f"found no {count} consecutive free ports on {host}")
 
 
 def claim_port(host: str, port: int) -> int:
@@ -72,7 +89,7 @@ def _get_json(host: str, port: int, path: str) -> object:
     """GET, directly and never through a proxy. None unless the answer is a 200 with JSON."""
     connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=HTTP_TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {os.environ.get(PROBE_VARIABLE)}"})
         response = connection.getresponse()
         body = response.read()
         return json.loads(body) if response.status == 200 else None
@@ -99,7 +116,14 @@ def missing_workers(pools: object, config: UpConfig) -> list[str]:
 
 
 async def wait_until_ready(config: UpConfig, host: str, port: int, pause: Callable[[float], Awaitable[bool]]) -> None:
-    """Return once the gateway can serve and every worker is registered and linked, or `pause` returned False."""
+    """Return once every gateway can serve and has every worker registered and linked, or `pause` returned False."""
+    for number in range(config.gateways):
+        await _wait_for_gateway(config, host, port + number, pause)
+
+
+async def _wait_for_gateway(
+    config: UpConfig, host: str, port: int, pause: Callable[[float], Awaitable[bool]]
+) -> None:
     while await pause(POLL_INTERVAL_S):
         if await asyncio.to_thread(_get_json, host, port, "/ready") is None:
             continue
@@ -115,8 +139,9 @@ def ready_message(config: UpConfig, host: str, port: int) -> str:
     body = json.dumps(
         {"model": config.name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     )
+    urls = " and ".join(f"http://{host}:{port + i}" for i in range(config.gateways))
     return (
-        f"pdserve is ready: {config.name} at http://{host}:{port} ({workers} workers). Ctrl-C stops it. Try:\n"
+        f"pdserve is ready: {config.name} at {urls} ({workers} workers). Ctrl-C stops it. Try:\n"
         f"  curl -N http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'"
     )
@@ -125,6 +150,7 @@ def ready_message(config: UpConfig, host: str, port: int) -> str:
 async def serve(config: UpConfig, model: Path, port: int) -> None:
     """Run the whole system until SIGINT or SIGTERM. Raises ConfigError or RegistrationRefused (see Supervisor)."""
     host = local_url_host(config.host)
+    os.environ[PROBE_VARIABLE] = new_key()  # the gateways inherit it, and let this process see their state
     with socket_directory() as sockets:
         specs = child_specs(config, model, port, sockets, sorted(os.sched_getaffinity(0)))
         supervisor = Supervisor(specs, write=write_json if config.log_json else write_text)
@@ -145,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     def run() -> None:
         config = parse_config(argv)
         setup_logging(config.log_level, config.log_json)
-        port = claim_port(config.host, config.port)  # before a conversion that may take a minute
+        port = claim_ports(config.host, config.port, config.gateways)  # before a conversion that may take a minute
         asyncio.run(serve(config, resolve(config.model), port))
 
     return run_main("pdserve up", run)

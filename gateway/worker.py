@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..transfer.messages import Busy, Failed, Finish, FirstTokens, Gone, Link, Register, Reserved, WorkerHeartbeat
-from .router import PrefixIndex
+from .pace import Pace
+from .router import DecodeLoad, Pair, PrefillLoad, PrefixIndex
 
-# Attempts placed on a worker for each that it says it can have. Decode ranks and admits by itself, so it gets more than
-# it can run; prefill would turn them away.
-PLACES = {"decode": 2, "prefill": 1}
+# Decode gets a few more than it can run, so that it need not ask for the next one; whoever waits should do so here,
+# where it can still go elsewhere, in fair order. Prefill would turn them away.
+DECODE_AHEAD = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,24 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Leg:
-    """An attempt's presence at one worker. `pending_tokens`: prompt tokens that wait for it to do its part."""
+    """An attempt's presence at one worker.
+
+    `pending_tokens`: prompt tokens that wait for it to do its part. `num_tokens`: prompt and output when the attempt
+    began; `max_tokens`: the most that one choice of it can come to.
+    """
 
     owner: Owner
     request: str
     attempt: int
     pending_tokens: int
+    num_tokens: int = 0
+    max_tokens: int = 0
     sent_at_seq: int | None = None  # the newest GatewayHeartbeat when its first message went out
     must_be_listed: bool = True  # does it being absent from the worker's list mean that it is lost?
     unlisted: int = 0
+    sent_at: float = 0.0
+    computes: int = 0  # tokens this worker has to compute before the request's first token; 0 when it has
+    moving: bool = False  # its owner was told to take it elsewhere, since the worker drains
 
 
 @dataclass(eq=False)
@@ -71,6 +82,10 @@ class Worker:
     legs: dict[str, Leg] = field(default_factory=dict)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     busy_until: float = 0.0
+    pace: Pace = field(default_factory=Pace)
+    dismissed: bool = False  # it was sent Drain: nothing more is placed on it
+    told_at: float = 0.0  # when it was sent Peers or Drain last
+    cut_off_at: float | None = None  # since when its connection is gone, while it may still come back
 
     @property
     def id(self) -> str:
@@ -85,8 +100,22 @@ class Worker:
         return self.heartbeat is not None and self.heartbeat.ready
 
     @property
+    def draining(self) -> bool:
+        return self.dismissed or (self.heartbeat is not None and self.heartbeat.draining)
+
+    @property
+    def takes_work(self) -> bool:
+        return self.ready and not self.draining
+
+    @property
+    def state(self) -> str:
+        """As people are told."""
+        return "draining" if self.draining else "ready" if self.ready else "starting"
+
+    @property
     def has_place(self) -> bool:
-        return len(self.legs) < self.register.max_sequences * PLACES[self.register.role]
+        most = self.register.max_sequences
+        return len(self.legs) < (most + math.ceil(most * DECODE_AHEAD) if self.register.role == "decode" else most)
 
     @property
     def capacity_tokens(self) -> int:
@@ -96,8 +125,29 @@ class Worker:
     def pending_tokens(self) -> int:
         return sum(leg.pending_tokens for leg in self.legs.values())
 
+    def computing_tokens(self) -> int:
+        return sum(leg.computes for leg in self.legs.values())
+
+    def computed(self, leg: Leg, now: float) -> None:
+        """The request's first token came from here."""
+        if leg.computes:
+            self.pace.computed(leg.computes, leg.sent_at, now)
+            leg.computes = 0
+
     def links(self) -> list[Link]:
         return self.heartbeat.links if self.heartbeat else []
 
     def is_linked_to(self, decode: Worker) -> bool:
         return any(link.worker == decode.id and link.state == "linked" for link in self.links())
+
+
+def pair_load(decode: Worker, prefill: Worker | None) -> Pair:
+    """What the router may know of a pair: the workers' last word, corrected by what was placed there since."""
+    beat = decode.heartbeat
+    assert beat is not None, "only ready workers are paired"
+    free = beat.free_blocks * decode.register.block_size - decode.pending_tokens()
+    load = DecodeLoad(decode.id, free, len(decode.legs), beat.running)
+    if prefill is None or prefill.heartbeat is None:
+        return Pair(load, None)
+    queued = max(prefill.heartbeat.queued_tokens, prefill.pending_tokens())
+    return Pair(load, PrefillLoad(prefill.id, queued, len(prefill.legs)))

@@ -66,18 +66,26 @@ class PrefillWorker:
             engine.pool, PrefillLimits(worker.chunk_tokens, config.max_waiting), self._root_of
         )
         self._runner = Runner(engine.model, engine.cache, self._between_layers)
-        self._members = Membership(self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s)
-        self._peers = Peers(self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost)
+        self._members = Membership(
+            self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s, worker.drain_timeout_s,
+            worker.curve,
+        )  # fmt: skip
+        self._peers = Peers(
+            self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost, worker.curve
+        )
         self._inbox: deque[tuple[GatewayTie, Prefill]] = deque()
         self._pumped_at = 0.0
         self._incarnation = self._members.worker
         self._step: list[Work] = []
         self._ready = False
-        self._draining = False
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
         return root_key(self._layout.fingerprint, self._layout.dtype, cache_salt)
+
+    def drain(self) -> None:
+        """Take nothing new, and end when nothing is left (signal-safe)."""
+        self._members.drain()
 
     def stop(self) -> None:
         """Ask the loop to end after its turn (signal-safe)."""
@@ -86,10 +94,10 @@ class PrefillWorker:
     # --- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until `stop`. Raises RegistrationRefused when a gateway says no for good."""
+        """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
         self._warm_up()
         try:
-            while not self._stopping:
+            while not self._stopping and not self._members.may_leave:
                 self._receive()
                 batch = self._scheduler.plan(time.monotonic())
                 if batch:
@@ -183,7 +191,9 @@ class PrefillWorker:
         for older in [k for k in self._scheduler.keys if k[0] == message.request and k[1] < message.attempt]:
             self._drop(older)
         link = self._peers.get(message.decode)
-        if link is None or link.state is not LinkState.LINKED:
+        if self._members.draining:
+            self._fail(key, "draining", f"{self._members.worker} drains and takes nothing new", retryable=True)
+        elif link is None or link.state is not LinkState.LINKED:
             self._fail(key, "no_link", f"no link to {message.decode}", retryable=True)
         elif fault := self._fault(message):
             self._fail(key, "malformed", fault, retryable=False)
@@ -321,7 +331,7 @@ class PrefillWorker:
             running=len(self._scheduler.in_state(State.COMPUTING)),
             waiting=len(self._scheduler.in_state(State.WAITING)) + len(self._inbox),
             queued_tokens=sum(p.num_missing for p in self._scheduler if p.state in (State.WAITING, State.COMPUTING)),
-            draining=self._draining,
+            draining=self._members.draining,
             links=self._peers.report(),
             metrics=self._metrics.snapshot(self._engine.pool, self._frames),
         )

@@ -29,6 +29,7 @@ def golden() -> list[list[int]]:
 def dispatch(rig: Rig, name: str, prompt: list[int], prefill: str, decode: str, **change) -> Reserved:
     """Reserve at decode, then send the prompt to prefill."""
     message = reserve_message(name, prompt, prefill, **change)
+    rig.first_index[name, message.attempt] = len(message.outputs[0])
     rig.live.add((name, message.attempt))
     rig.send(decode, message)
     reserved = rig.wait_for(Reserved, name, message.attempt)
@@ -81,12 +82,26 @@ def test_a_decode_worker_alone_computes_the_prompt_itself(rig: Rig, golden: list
     settle(rig, decode)
 
 
-def test_preemption_does_not_change_a_token(rig: Rig, golden: list[list[int]]) -> None:
-    prefill, decode = rig.pair(num_blocks=25)
-    for i, prompt in enumerate(PROMPTS[:3]):
+@pytest.mark.parametrize(("preemption", "swap_bytes"), [("recompute", 0), ("swap", 1 << 20), ("auto", 30_000)])
+def test_preemption_does_not_change_a_token(
+    rig: Rig, golden: list[list[int]], preemption: str, swap_bytes: int
+) -> None:
+    prefill, decode = rig.pair(num_blocks=25, preemption=preemption, swap_bytes=swap_bytes)
+    ends = {f"r{i}": (i, 1) for i in range(3)}
+    for i, prompt in enumerate(PROMPTS):
         dispatch(rig, f"r{i}", prompt, prefill, decode)
-    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
-    assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden[:3]
+    while not all(rig.finished(name, attempt) for name, (_, attempt) in ends.items()):
+        rig.pump()
+        for failed in [m for _, m in rig.received if isinstance(m, Failed)]:  # as the gateway does
+            i, attempt = ends[failed.request]
+            if attempt == failed.attempt:
+                assert failed.reason in ("preempted", "revoked")
+                ends[failed.request] = i, attempt + 1
+                rig.live.discard((failed.request, attempt))
+                got = [token for n in range(1, attempt + 1) for token in rig.tokens(failed.request, n).get(0, [])]
+                dispatch(rig, failed.request, PROMPTS[i], prefill, decode, attempt=attempt + 1, outputs=[got])
+    for name, (i, attempt) in ends.items():
+        assert [t for n in range(1, attempt + 1) for t in rig.tokens(name, n).get(0, [])] == golden[i]
     assert rig.metric(decode, "pdserve_preemptions_total") > 0
     settle(rig, prefill, decode)
 

@@ -55,6 +55,7 @@ class Rig:
         self.heartbeats: dict[str, WorkerHeartbeat] = {}
         self.live: set[tuple[str, int]] = set()
         self.received: list[tuple[str, Message]] = []
+        self.first_index: dict[tuple[str, int], int] = {}  # of attempts that go on from tokens they were given
         self.accepting = True
         self.knocks: set[str] = set()  # socket identities that asked in vain
         self.workers: list[tuple[DecodeWorker | PrefillWorker, threading.Thread]] = []
@@ -80,7 +81,7 @@ class Rig:
         block_size: int = 4,
         deadline_s: float = 30.0,
         death_bound_s: float = 5.0,
-        **change: int,
+        **change: object,
     ) -> str:
         name = f"decode-{len(self.workers)}"
         config = DecodeConfig(
@@ -102,7 +103,7 @@ class Rig:
         self.until(lambda: any(w.startswith(name + "#") for w in self.registered), f"{name} registers")
         return next(w for w in self.registered if w.startswith(name + "#"))
 
-    def pair(self, **change: int) -> tuple[str, str]:
+    def pair(self, **change: object) -> tuple[str, str]:
         """A linked (prefill, decode) pair."""
         chunk_tokens = change.pop("chunk_tokens", 16)
         decode = self.start_decode(**change)
@@ -180,7 +181,7 @@ class Rig:
             if isinstance(message, Tokens):
                 for name, number, choice, index, token, _ in message.items:
                     if (name, number) == (request, attempt):
-                        assert index == len(out.setdefault(choice, []))
+                        assert index - len(out.setdefault(choice, [])) == self.first_index.get((name, number), 0)
                         out[choice].append(token)
         return out
 

@@ -19,6 +19,8 @@ from typing import Any
 import zmq
 
 from .channel import Dealer, FrameCounts
+from .errors import ConfigError
+from .keys import Curve
 from .layout import KVLayout
 from .messages import (
     Abort,
@@ -52,9 +54,17 @@ class PeerLink:
     """The zmq link from this prefill worker to one incarnation of one decode worker."""
 
     def __init__(
-        self, context: zmq.Context[Any], peer: Peer, worker: str, connection: int, layout: KVLayout, counts: FrameCounts
+        self,
+        context: zmq.Context[Any],
+        peer: Peer,
+        worker: str,
+        connection: int,
+        layout: KVLayout,
+        counts: FrameCounts,
+        curve: Curve | None = None,
     ) -> None:
-        """`connection` differs for every link this process ever makes: an identity is never used twice."""
+        """`connection` differs for every link this process ever makes: an identity is never used twice. Raises
+        ConfigError for an address that cannot be one."""
         self.peer = peer
         self.heard_at = time.monotonic()
         self.state = LinkState.CONNECTING
@@ -66,8 +76,13 @@ class PeerLink:
         self._bytes_consumed = 0
         self._due_at = 0.0
         identity = f"{worker}/{connection}"
-        self._bulk = Dealer(context, peer.bulk_address, identity, counts, bulk=True)
-        self._control = Dealer(context, peer.peer_address, identity, counts)
+        self._bulk = Dealer(context, peer.bulk_address, identity, counts, curve, bulk=True)
+        try:
+            self._control = Dealer(context, peer.peer_address, identity, counts, curve)
+        except ConfigError:
+            self._bulk.close()
+            raise
+        self._bulk.send(Hello(worker, layout, "zmq"))  # ahead of everything: large slabs of strangers are not taken
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

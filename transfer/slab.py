@@ -10,6 +10,8 @@ from typing import Protocol
 
 import xxhash
 
+from .layout import DTYPE_BYTES, KVLayout
+
 
 class KVStore(Protocol):
     """A worker's own paged KV, as far as slabs need it. `blocks` is the block table of the sequence."""
@@ -23,6 +25,17 @@ class KVStore(Protocol):
     ) -> None:
         """Copy a payload of exactly the right size into the blocks."""
         ...
+
+
+def cut_slab(payload: memoryview, layout: KVLayout, layer: int, num_tokens: int, first: int) -> memoryview:
+    """Tokens [first, num_tokens) of a slab that holds tokens [0, num_tokens) of a layer."""
+    shape, item = layout.layers[layer], DTYPE_BYTES[layout.dtype]
+    k_row, v_row = shape.kv_heads * shape.k_head_dim * item, shape.kv_heads * shape.v_head_dim * item
+    assert payload.nbytes == num_tokens * (k_row + v_row)
+    if first == 0:
+        return payload
+    values = num_tokens * k_row
+    return memoryview(bytes(payload[first * k_row : values]) + bytes(payload[values + first * v_row :]))
 
 
 def checksum(payload: memoryview | bytes) -> int:

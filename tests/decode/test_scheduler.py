@@ -1,9 +1,11 @@
 """The decode scheduler: rank, admission, preemption, choices. Blocks balance and something always progresses."""
 
+import dataclasses
 import random
 
 import pytest
 
+from pdserve.decode.preemption import SwapSpace
 from pdserve.decode.scheduler import DecodeLimits, Plan, Scheduler
 from pdserve.decode.sequence import Sequence, State
 from pdserve.engine.block_pool import BlockPool, root_key
@@ -22,9 +24,10 @@ def reserve(name: str, prompt: list[int], max_tokens: int = 8, **change) -> Rese
     return Reserve(**{**fields, **change})
 
 
-def make(num_blocks: int = 16, block_size: int = 4, **limits) -> tuple[Scheduler, BlockPool]:
+def make(num_blocks: int = 16, block_size: int = 4, swap_tokens: int = 0, **limits) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(num_blocks, block_size)
-    return Scheduler(pool, DecodeLimits(**limits), lambda salt: root_key("m", salt), EOS), pool
+    swap = SwapSpace(swap_tokens)
+    return Scheduler(pool, DecodeLimits(**limits), lambda salt: root_key("m", salt), EOS, swap), pool
 
 
 def next_token(tokens: list[int], choice: int) -> int:
@@ -41,6 +44,8 @@ class Rig:
         self.out: dict[tuple[str, int], list[int]] = {}
         self.ended: set[tuple[str, int]] = set()
         self.revoked: list[str] = []
+        self.moved: list[Sequence] = []
+        self.swapped = 0
         self.preempted = 0
 
     def start(self, sequence: Sequence) -> None:
@@ -65,7 +70,12 @@ class Rig:
         for s in plan.admitted:
             s.announced = True
         self.revoked += [s.request for s in plan.revoked]
+        self.moved += plan.moved
         self.preempted += len(plan.preempted)
+        for order in plan.swapped_in:
+            assert order.first_token <= order.num_tokens <= order.sequence.table.capacity_tokens
+            self.scheduler.swap.forget(order.sequence)
+            self.swapped += 1
         samples = [w.samples for w in plan.batch]
         for work, does in zip(plan.batch, samples, strict=True):
             assert work.start + work.count <= work.sequence.table.capacity_tokens
@@ -151,8 +161,9 @@ def test_growth_revokes_the_youngest_reservation_before_it_preempts() -> None:
     assert rig.out["a", 0] == expected([1, 2, 3], 17)[: len(rig.out["a", 0])]
 
 
-def test_preempted_sequences_continue_with_the_same_tokens() -> None:
-    scheduler, pool = make(num_blocks=10)
+@pytest.mark.parametrize(("mode", "swap_tokens"), [("recompute", 1000), ("swap", 1000), ("auto", 25), ("swap", 0)])
+def test_preempted_sequences_continue_with_the_same_tokens(mode: str, swap_tokens: int) -> None:
+    scheduler, pool = make(num_blocks=10, swap_tokens=swap_tokens, preemption=mode)
     rig = Rig(scheduler)
     prompts = {f"r{i}": [i + 1] * 5 for i in range(6)}
     for name, prompt in prompts.items():
@@ -162,9 +173,37 @@ def test_preempted_sequences_continue_with_the_same_tokens() -> None:
         if len(rig.ended) == 6:
             break
     assert rig.preempted > 0
+    assert (rig.swapped > 0) == (mode != "recompute" and swap_tokens > 0)
     for name, prompt in prompts.items():
         assert rig.out[name, 0] == expected(prompt, 24)
     assert pool.counts.held == 0
+    assert scheduler.swap.used_tokens == 0
+
+
+def test_a_single_choice_that_came_from_prefill_goes_back_there_when_it_cannot_be_swapped() -> None:
+    scheduler, _ = make(num_blocks=6)
+    rig = Rig(scheduler)
+    for name in "ab":
+        scheduler.add(reserve(name, [ord(name)] * 8, max_tokens=16, prefill=PREFILL, local_prefill="never"), rig.now)
+    rig.turn()
+    for sequence in scheduler.in_state(State.RECEIVING):
+        rig.deliver(sequence)
+    while not rig.moved:
+        rig.turn()
+    assert [s.request for s in rig.moved] == ["b"]
+    assert scheduler.keys == {("a", 1)}
+
+
+def test_a_cancelled_sequence_gives_its_host_memory_back() -> None:
+    scheduler, _ = make(num_blocks=6, swap_tokens=1000)
+    rig = Rig(scheduler)
+    for name in "ab":
+        scheduler.add(reserve(name, [ord(name)] * 8, max_tokens=16), rig.now)
+    while not scheduler.swap.used_tokens:
+        rig.turn()
+    scheduler.drop(("b", 1))
+    assert scheduler.swap.used_tokens == 0
+    scheduler.check_invariants()
 
 
 def test_the_best_ranked_sequence_is_never_a_victim() -> None:
@@ -296,11 +335,22 @@ def test_token_ids_past_the_vocabulary_are_refused() -> None:
     assert scheduler.refusal(reserve("a", [9], outputs=[[10]])) is not None
 
 
-@pytest.mark.parametrize("seed", range(30))
+def resumed(message: Reserve, rig: Rig) -> Reserve:
+    """The next attempt as the gateway makes it: with the tokens it has."""
+    choices = range(len(message.outputs))
+    outputs = [rig.out.get((message.request, choice), []) for choice in choices]
+    finished = [(message.request, choice) in rig.ended for choice in choices]
+    return dataclasses.replace(message, outputs=outputs, finished=finished)
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_random_load_finishes_exactly_and_leaves_nothing(seed: int) -> None:
     """Arrivals, remote prompts, cancels, choices and resumed requests over a pool far too small for all of them."""
     chance = random.Random(seed)
-    scheduler, pool = make(num_blocks=chance.randint(8, 14), max_sequences=chance.randint(1, 8), local_tokens=4)
+    scheduler, pool = make(
+        num_blocks=chance.randint(8, 14), max_sequences=chance.randint(1, 8), local_tokens=4,
+        swap_tokens=chance.choice([0, 10, 30, 200]), preemption=chance.choice(["auto", "swap", "recompute"]),
+    )  # fmt: skip
     rig = Rig(scheduler)
     wanted: dict[str, Reserve] = {}
     cancelled: set[str] = set()
@@ -316,9 +366,11 @@ def test_random_load_finishes_exactly_and_leaves_nothing(seed: int) -> None:
             )  # fmt: skip
             scheduler.add(wanted[name], rig.now)
         rig.turn(chunk=chance.randint(1, 9))
-        for name in rig.revoked:
-            rig.revoked.remove(name)
-            scheduler.add(wanted[name], rig.now)
+        for name in [*rig.revoked, *(s.request for s in rig.moved)]:
+            if name not in cancelled:
+                scheduler.add(resumed(wanted[name], rig), rig.now)
+        rig.revoked.clear()
+        rig.moved.clear()
         for sequence in scheduler.in_state(State.RECEIVING):
             if chance.random() < 0.5:
                 rig.deliver(sequence)
@@ -332,6 +384,7 @@ def test_random_load_finishes_exactly_and_leaves_nothing(seed: int) -> None:
             break
     assert not scheduler.keys
     assert pool.counts.held == 0
+    assert scheduler.swap.used_tokens == 0
     for name, message in wanted.items():
         if name not in cancelled:
             for choice in range(len(message.outputs)):

@@ -59,11 +59,14 @@ CONFIGURATIONS = (
     ),
     Configuration("1P1D auto, blocks 32/16", ("--prefill-block-size", 32), one_by_one=ONE_BY_ONE),
     Configuration("aggregated, blocks 16", (), prefill=0, moves=False),
-    Configuration(
-        "1P1D never, pool of 3,520 tokens, no caching",
-        (*NEVER, *BLOCKS_16_32, "--no-prefix-caching"),
-        decode_pool=("--kv-blocks", SMALL_POOL_BLOCKS),
-        preempts=True,
+    *(
+        Configuration(
+            f"1P1D never, pool of 3,520 tokens, no caching, {preemption}",
+            (*NEVER, *BLOCKS_16_32, "--no-prefix-caching", "--preemption", preemption, "--queue-timeout-s", 900),
+            decode_pool=("--kv-blocks", SMALL_POOL_BLOCKS),
+            preempts=True,
+        )
+        for preemption in ("recompute", "swap")
     ),
 )
 

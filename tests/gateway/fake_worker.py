@@ -18,6 +18,7 @@ from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.messages import (
     Busy,
     Cancel,
+    Drain,
     Family,
     FirstTokens,
     GatewayHeartbeat,
@@ -73,6 +74,7 @@ class FakeWorker:
     families: list[Family] = field(default_factory=list)
     queued_tokens: int = 0
     draining: bool = False
+    pid: int = 0  # 0: one of its own
 
     def __post_init__(self) -> None:
         self.worker = f"{self.name}#{next(_numbers):08x}"
@@ -97,7 +99,7 @@ class FakeWorker:
                 worker=self.worker, role=self.role, model=self.model, layout=self.layout, host="h",
                 bulk_address="ipc:///nowhere/b" if decode else "", peer_address="ipc:///nowhere/c" if decode else "",
                 links=["zmq"], block_size=16, num_blocks=self.num_blocks, max_model_len=self.max_model_len,
-                max_sequences=self.max_sequences, pid=1,
+                max_sequences=self.max_sequences, pid=self.pid or int(self.worker.partition("#")[2], 16),
             )
         )  # fmt: skip
 
@@ -144,6 +146,8 @@ class FakeWorker:
             case GatewayHeartbeat():
                 self._seen_seq = message.seq
                 self._wanted = {(request, attempt) for request, attempt in message.live}
+            case Drain():
+                self.draining = True
             case Peers():
                 self.decode_links = [Link(p.worker, "zmq", "linked", "", 0) for p in message.decode]
             case Cancel(choice=None) | Gone():

@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from pdserve.engine.lifetime import Lifetime
-from pdserve.gateway.dispatch import Dispatcher
+from pdserve.gateway.dispatch import Dispatcher, Objectives
 from pdserve.gateway.limits import AdmissionQueue
 from pdserve.gateway.membership import ModelIdentity
 from pdserve.gateway.pool import Pool
@@ -20,6 +20,8 @@ from pdserve.gateway.request import Job, Request
 from pdserve.gateway.router import POLICIES
 from pdserve.transfer.messages import SamplingParams
 from tests.gateway.fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
+
+NO_OBJECTIVES = Objectives()
 
 
 @dataclass
@@ -61,13 +63,17 @@ class System:
         self.tasks.append(asyncio.create_task(worker.run()))
 
     def decode(self, name: str = "d0", **options: Any) -> FakeDecode:
-        worker = FakeDecode(self.context, self.pool.address, name, **options)
+        worker = FakeDecode(self.context, options.pop("address", self.pool.address), name, **options)
         self.start(worker)
+        for prefill in self.workers:
+            if isinstance(prefill, FakePrefill):
+                prefill.decodes.append(worker)
         return worker
 
     def prefill(self, name: str = "p0", **options: Any) -> FakePrefill:
         decodes = [w for w in self.workers if isinstance(w, FakeDecode)]
-        worker = FakePrefill(self.context, self.pool.address, name, decodes=decodes, **options)
+        address = options.pop("address", self.pool.address)
+        worker = FakePrefill(self.context, address, name, decodes=decodes, **options)
         self.start(worker)
         return worker
 
@@ -86,10 +92,11 @@ class System:
 
     def request(
         self, *, prompt_tokens: int = 40, max_tokens: int = 10, n: int = 1, sink: Sink | None = None,
-        eos: frozenset[int] = frozenset({0}), priority: int = 0,
+        eos: frozenset[int] = frozenset({0}), priority: int = 0, client: str = "",
     ) -> tuple[Request, Sink]:  # fmt: skip
         sink = sink or Sink()
-        job = Job(list(range(1, prompt_tokens + 1)), n, SamplingParams(max_tokens, seed=1), priority=priority)
+        params = SamplingParams(max_tokens, seed=1)
+        job = Job(list(range(1, prompt_tokens + 1)), n, params, priority=priority, client=client)
         return Request(job, self.dispatcher, sink, Lifetime(), self, eos), sink
 
     @property
@@ -115,12 +122,15 @@ def expected(prompt_tokens: int, count: int) -> list[int]:
 @contextlib.asynccontextmanager
 async def running_system(
     directory: Path, *, max_queue: int = 100, queue_timeout_s: float = 5.0, local_prefill: str = "auto",
-    death_bound_s: float = 1.0, policy: str = "prefix_aware",
+    death_bound_s: float = 1.0, policy: str = "prefix_aware", address: str = "",
+    objectives: Objectives = NO_OBJECTIVES,
 ) -> AsyncIterator[System]:  # fmt: skip
     with zmq_context() as context:
         identity = ModelIdentity((MODEL,), "/models/m", FINGERPRINT)
-        pool = Pool(context, f"ipc://{directory}/gw", "gateway#00000000", identity, death_bound_s)
-        dispatcher = Dispatcher(pool, AdmissionQueue(max_queue), POLICIES[policy], local_prefill, queue_timeout_s)
+        pool = Pool(context, address or f"ipc://{directory}/gw", "gateway#00000000", identity, death_bound_s)
+        dispatcher = Dispatcher(
+            pool, AdmissionQueue(max_queue), POLICIES[policy], local_prefill, queue_timeout_s, objectives=objectives
+        )
         system = System(context, pool, dispatcher)
         beating = pool.start()
         try:

@@ -22,7 +22,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from pdserve.gateway.config import GatewayConfig
-from pdserve.gateway.server import Server, bind, build_app, eos_token_ids, http_server
+from pdserve.gateway.listener import bind
+from pdserve.gateway.server import Server, build_app, eos_token_ids, http_server
 from pdserve.gateway.text import Tokenizer
 from pdserve.transfer.messages import Cancel, Failed, Prefill, Reserve
 from tests.gateway.conftest import save_tokenizer
@@ -366,7 +367,8 @@ async def test_pools_shows_workers_their_links_and_their_load(site: Site) -> Non
     assert workers["p0"]["links"] == [
         {"worker": decode.worker, "link": "zmq", "state": "linked", "detail": "", "bytes_sent": 0}
     ]
-    assert (workers["d0"]["role"], workers["d0"]["id"], workers["d0"]["pid"]) == ("decode", decode.worker, 1)
+    assert (workers["d0"]["role"], workers["d0"]["id"], workers["d0"]["state"]) == ("decode", decode.worker, "ready")
+    assert workers["d0"]["pid"] == int(decode.worker.partition("#")[2], 16)
     assert workers["d0"]["blocks"] == {"total": 64, "free": 64, "held": 0}
     prefill.kill()
     await until(lambda: len(site.system.pool.workers) == 1)

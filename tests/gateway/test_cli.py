@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pdserve.engine.config import package_version
 from pdserve.gateway import cli
 
-COMMANDS = ("up", "gateway", "prefill", "decode", "bench")
+COMMANDS = ("up", "gateway", "prefill", "decode", "keys", "drain", "bench")
 
 
 class Became(BaseException):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.gateway.membership import succession
 from pdserve.gateway.worker import Leg, Lost, NewToken
 from pdserve.transfer.channel import Dealer, FrameCounts
-from pdserve.transfer.messages import Gone, Peers, Registered, Reserve, SamplingParams, Tokens
+from pdserve.transfer.messages import Drain, Gone, Peers, Register, Registered, Reserve, SamplingParams, Tokens
 from tests.gateway.fake_worker import FakeDecode, FakePrefill, layout
 from tests.gateway.harness import System, running_system, until
 
@@ -98,6 +99,35 @@ async def test_worker_whose_kv_differs_from_a_registered_one_is_refused_naming_b
     assert all(word in reason for word in (first.worker, second.worker, "float16", "float32")), reason
 
 
+async def test_process_that_woke_up_anew_takes_its_own_name_back_even_if_its_old_self_was_just_heard(
+    tmp_path: Path,
+) -> None:
+    async with running_system(tmp_path, death_bound_s=60) as system:
+        first = system.decode("same", pid=77)
+        await system.ready(1)
+        second = system.decode("same", pid=77)
+        await asyncio.sleep(0.5)
+        assert second.denied is None
+        first.frozen = True
+        await until(lambda: second.registered)
+        assert list(system.pool.workers) == [second.worker]
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "pid", "verdict"),
+    [(0.1, 2, "refuse"), (0.5, 2, "wait"), (1.0, 2, "replace"), (0.1, 1, "wait"), (1.0, 1, "replace")],
+)
+def test_who_succeeds_a_namesake_depends_on_its_silence_and_on_whose_process_it_was(
+    silence_s: float, pid: int, verdict: str
+) -> None:
+    old = register("decode-0#00000001", pid=1)
+    assert succession(register("decode-0#00000002", pid=pid), old, silence_s) == verdict
+
+
+def register(worker: str, pid: int) -> Register:
+    return Register(worker, "decode", "m", layout(), "h", "ipc:///b", "ipc:///c", ["zmq"], 16, 64, 1000, 8, pid)
+
+
 async def test_second_worker_with_the_name_of_a_beating_one_is_refused(system: System) -> None:
     first = system.decode("same")
     await system.ready(1)
@@ -149,7 +179,8 @@ async def test_leaving_worker_is_forgotten_at_once_and_did_not_die(system: Syste
     owner, _ = place(system, decode)
     decode.leave()
     await until(lambda: not system.pool.workers)
-    assert [event.died for event in owner.events if isinstance(event, Lost)] == [False]
+    (lost,) = [event for event in owner.events if isinstance(event, Lost)]
+    assert (lost.died, lost.planned) == (False, True)
 
 
 async def test_woken_worker_that_was_given_up_is_told_to_register_afresh(system: System) -> None:
@@ -261,7 +292,13 @@ async def test_garbage_and_forged_identities_are_counted_and_change_nothing(syst
     decode_twin.worker = "stolen#12345678"  # not the identity of its connection
     decode_twin.register()
     dropped = system.pool.frames.dropped
-    await until(lambda: dropped["identity"] and dropped["unregistered"] and dropped["parts"] and dropped["malformed"])
+
+    def counted() -> bool:
+        for dealer in (forger, decode_twin.dealer):
+            dealer.flush()  # what was written before the connection stood
+        return min(dropped[reason] for reason in ("identity", "unregistered", "parts", "malformed")) > 0
+
+    await until(counted)
     assert list(system.pool.workers) == [decode.worker]
     forger.close()
     decode_twin.kill()
@@ -295,3 +332,195 @@ async def test_prefill_busy_pause_ends_by_itself(system: System) -> None:
     known = system.pool.workers[prefill.worker]
     assert not system.pool.is_free(known)
     await until(lambda: system.pool.is_free(known), timeout_s=1.0)
+
+
+# --- draining ----------------------------------------------------------------------------------------------------
+
+
+async def test_draining_worker_is_told_so_and_nothing_more_is_placed_on_it(system: System) -> None:
+    first = system.decode("d0")
+    second = system.decode("d1")
+    await system.ready(2)
+    first.draining = True
+    await until(lambda: first.of(Drain))
+    assert [d.id for d, _ in system.pool.decode_alone()] == [second.worker]
+    assert [d.id for d, _ in system.pool.pairs(alone=True)] == [second.worker]
+    await asyncio.sleep(0.5)
+    assert len(first.of(Drain)) == 1
+    assert second.of(Drain) == []
+    assert system.pool.workers[first.worker].state == "draining"
+
+
+async def test_gateway_asked_to_drain_a_worker_places_nothing_on_it_before_the_worker_has_even_heard(
+    system: System,
+) -> None:
+    decode = system.decode()
+    await system.ready(1)
+    decode.frozen = True
+    system.pool.dismiss(system.pool.workers[decode.worker])
+    assert system.pool.decode_alone() == []
+    decode.frozen = False
+    await until(lambda: decode.of(Drain))
+
+
+async def test_draining_prefill_worker_keeps_what_it_has_and_loses_what_it_has_not_heard_of(system: System) -> None:
+    await system.pair()
+    prefill = next(w for w in system.workers if isinstance(w, FakePrefill))
+    known = system.pool.workers[prefill.worker]
+    begun, waiting = Owner(), Owner()
+    for owner, name in ((begun, "r-1"), (waiting, "r-2")):
+        system.pool.place(known, Leg(owner, name, 1, 0))
+    known.legs["r-1"].sent_at_seq = known.seq + 1_000_000
+    prefill.draining = True
+    await until(lambda: waiting.events)
+    assert [(e.planned, e.died) for e in waiting.events] == [(True, False)]
+    await asyncio.sleep(0.3)
+    assert begun.events == []
+
+
+async def test_last_decode_worker_keeps_its_streams_when_it_drains_until_another_one_joins(system: System) -> None:
+    decode = system.decode(answering=False)
+    await system.ready(1)
+    owner, _ = place(system, decode)
+    await until(lambda: decode.live)
+    decode.draining = True
+    await until(lambda: decode.of(Drain))
+    await asyncio.sleep(0.5)
+    assert owner.events == []
+    system.decode("late")
+    await until(lambda: owner.events)
+    assert [(e.planned, e.died) for e in owner.events] == [(True, False)]
+
+
+async def test_draining_takes_off_no_more_than_others_have_room_for_and_the_rest_when_they_have(
+    system: System,
+) -> None:
+    leaving = system.decode("d0", answering=False)
+    other = system.decode("d1", answering=False, max_sequences=2)
+    await system.ready(2)
+    owners = [Owner() for _ in range(3)]
+    known, room = system.pool.workers[leaving.worker], system.pool.workers[other.worker]
+    legs = [Leg(owner, f"r-{i}", 1, 0) for i, owner in enumerate(owners)]
+    for leg in legs:
+        system.pool.place(known, leg)
+    system.pool.dismiss(known)
+    assert [len(owner.events) for owner in owners] == [1, 1, 0]
+    for leg in legs[:2]:
+        system.pool.remove(known, leg, cancel=False)
+        system.pool.place(room, leg)
+    await asyncio.sleep(0.5)
+    assert owners[2].events == []
+    system.pool.remove(room, legs[0], cancel=False)
+    await until(lambda: owners[2].events)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tokens", "max_tokens", "moves"),
+    [(10, 160, 160, True), (10, 161, 161, False), (10, 100, 161, False)],
+    ids=["fits", "no_room_now", "never_fits"],
+)
+async def test_attempt_moves_only_to_a_worker_whose_pool_can_hold_it(
+    system: System, num_blocks: int, num_tokens: int, max_tokens: int, moves: bool
+) -> None:
+    leaving = system.decode("d0")
+    system.decode("d1", num_blocks=num_blocks)
+    await system.ready(2)
+    owner = Owner()
+    known = system.pool.workers[leaving.worker]
+    system.pool.place(known, Leg(owner, "r-1", 1, 0, num_tokens, max_tokens))
+    system.pool.dismiss(known)
+    assert bool(owner.events) == moves
+
+
+# --- connections over TCP ----------------------------------------------------------------------------------------
+
+
+async def test_worker_whose_tcp_connection_was_cut_keeps_its_work_if_it_is_back_in_time(tmp_path: Path) -> None:
+    async with (
+        running_system(tmp_path, address="tcp://127.0.0.1:*", death_bound_s=60) as system,
+        Cable(system) as cable,
+    ):
+        decode = system.decode(answering=False, address=cable.address)
+        await system.ready(1)
+        owner, _ = place(system, decode)
+        await until(lambda: ("r-1", 1) in decode.live)
+        known = system.pool.workers[decode.worker]
+        cable.open = False
+        cable.cut()
+        await until(lambda: known.cut_off_at is not None)
+        cable.open = True
+        await until(lambda: known.cut_off_at is None)
+        beat = known.heartbeat
+        await until(lambda: known.heartbeat is not beat)
+        await asyncio.sleep(1.5)
+        assert owner.events == []
+        assert list(system.pool.workers.values()) == [known]
+
+
+async def test_what_is_said_once_is_said_again_to_a_worker_that_seems_not_to_know(system: System) -> None:
+    decode, prefill = await system.pair()
+    prefill.decode_links = []
+    before = len(prefill.of(Peers))
+    await until(lambda: len(prefill.of(Peers)) > before)
+    await system.linked(1)
+    system.pool.dismiss(system.pool.workers[decode.worker])
+    await until(lambda: decode.draining)
+    decode.draining = False
+    await until(lambda: len(decode.of(Drain)) == 2)
+    await asyncio.sleep(1.5)
+    assert (len(prefill.of(Peers)), len(decode.of(Drain))) == (before + 1, 2), "and not once more than that"
+
+
+async def test_worker_whose_tcp_connection_stays_cut_is_dead_long_before_the_bound(tmp_path: Path) -> None:
+    async with running_system(tmp_path, address="tcp://127.0.0.1:*", death_bound_s=60) as system:
+        decode = system.decode()
+        await system.ready(1)
+        owner, _ = place(system, decode)
+        decode.kill()
+        await until(lambda: decode.worker not in system.pool.workers, timeout_s=3.0)
+        assert [event.died for event in owner.events if isinstance(event, Lost)] == [True]
+
+
+class Cable:
+    """A TCP connection to the gateway that a test can cut: both ends notice, and may connect again."""
+
+    def __init__(self, system: System) -> None:
+        _, _, port = system.pool.address.rpartition(":")
+        self._port = int(port)
+        self.open = True  # False: whoever connects is cut off at once
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aenter__(self) -> Cable:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.open:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers |= {writer, far_writer}
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._carry(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+        sink.close()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()

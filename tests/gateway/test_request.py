@@ -314,7 +314,7 @@ async def test_prefill_killed_before_the_handoff_continues_behind_its_first_toke
     await task
     assert sink.tokens == {0: expected(40, 10)}
     resumed = decode.of(Reserve)[1]
-    assert (resumed.outputs, resumed.local_prefill, resumed.local_reason) == ([expected(40, 1)], "always", "resumed")
+    assert (resumed.outputs, resumed.local_prefill, resumed.local_reason) == ([expected(40, 1)], "always", "no_prefill")
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -334,7 +334,7 @@ async def test_decode_killed_mid_stream_loses_and_repeats_no_token(system: Syste
     assert system.retries == ["decode_lost"]
     resumed = other.of(Reserve)[0]
     assert (resumed.attempt, resumed.outputs, resumed.params) == (2, [expected(40, 4)] * n, request.job.params)
-    assert len(prefill.of(Prefill)) == 1
+    assert len(prefill.of(Prefill)) == (2 if n == 1 else 1)  # several choices are recomputed by decode
 
 
 async def test_decode_killed_after_some_choices_ended_resumes_the_others_only(system: System) -> None:
@@ -566,3 +566,20 @@ async def test_conversation_returns_to_the_decode_worker_that_held_it(system: Sy
         await request.run()
         counts = sorted(len(d.of(Reserve)) for d in decodes)
     assert counts == [0, 0, 6]
+
+
+async def test_a_preempted_request_has_the_whole_queue_time_again(system: System) -> None:
+    decode = system.decode(stop_after=3)
+    await system.ready(1)
+    request, sink = system.request()
+    request._deadline = system.dispatcher.clock() + 0.3
+    task = asyncio.create_task(request.run())
+    await until(lambda: len(sink.tokens.get(0, ())) == 3)
+    await asyncio.sleep(0.4)
+    decode.live.clear()
+    decode.started.clear()
+    decode.stop_after = 1000
+    decode.dealer.send(Failed(request.id, 1, "preempted", "its blocks were needed", True))
+    await task
+    assert sink.tokens == {0: expected(40, 10)}
+    assert system.retries == ["preempted"]

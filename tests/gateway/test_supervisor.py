@@ -17,6 +17,7 @@ from pdserve.gateway.supervisor import Backoff, ChildSpec, Supervisor, write_jso
 from pdserve.transfer.errors import ConfigError, RegistrationRefused
 
 FAST = Backoff(first_s=0.05, longest_s=0.2, reset_after_s=60.0)
+BRIEF = "import sys, time; print(time.monotonic()); sys.exit(1)"
 FOREVER = "import signal; signal.pause()"
 
 
@@ -100,13 +101,33 @@ def test_the_pause_doubles_up_to_its_limit_and_a_long_life_resets_it() -> None:
 
 async def test_a_child_that_keeps_dying_is_started_again_ever_more_slowly() -> None:
     lines = Lines()
-    supervisor, run, _ = supervise(lines, python("brief", "import time; print(time.monotonic())"), until_ready=never)
+    supervisor, run, _ = supervise(lines, python("brief", BRIEF), until_ready=never)
     await lines.until(lambda: len(lines.of("brief")) == 4)
     supervisor.request_stop()
     await asyncio.wait_for(run, 15)
     starts = [float(line) for line in lines.of("brief")]
     gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert all(gap >= pause_s for gap, pause_s in zip(gaps, (0.05, 0.1, 0.2), strict=True))
+
+
+async def test_a_child_that_leaves_with_code_0_is_not_started_again_and_the_others_go_on() -> None:
+    lines = Lines()
+    supervisor, run, ready = supervise(
+        lines,
+        python("drained", "print('once', flush=True)"),
+        python("mortal", "print('again', flush=True); raise SystemExit(1)"),
+    )
+    await asyncio.wait_for(ready.wait(), 10)
+    await lines.until(lambda: len(lines.of("mortal")) == 4)
+    assert lines.of("drained") == ["once"]
+    assert not run.done()
+    supervisor.request_stop()
+    await asyncio.wait_for(run, 15)
+
+
+async def test_a_set_whose_last_child_has_left_is_over() -> None:
+    _, run, _ = supervise(Lines(), python("one", "pass"), python("two", "pass"), until_ready=never)
+    await asyncio.wait_for(run, 15)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.gateway.launch import UpConfig, child_specs, parse_config, place_workers
-from pdserve.gateway.up import claim_port, local_url_host, main, missing_workers, ready_message, socket_directory
+from pdserve.gateway.up import claim_port, claim_ports, local_url_host, main, missing_workers, ready_message, socket_directory
 from pdserve.transfer.errors import ConfigError
 
 SOCKETS = Path("/run/pdserve-test")
@@ -65,6 +65,23 @@ def test_workers_find_the_gateway_where_it_listens() -> None:
     assert value(found["prefill-0"], "--gateway") == value(found["decode-0"], "--gateway") == control
 
 
+def test_several_gateways_listen_on_consecutive_ports_and_every_worker_serves_all_of_them() -> None:
+    found = commands("--gateways", "3")
+    gateways = [found[f"gateway-{i}"] for i in range(3)]
+    assert [value(command, "--port") for command in gateways] == ["8123", "8124", "8125"]
+    controls = [value(command, "--listen") for command in gateways]
+    assert len(set(controls)) == 3
+    for name in ("prefill-0", "decode-0"):
+        flags = found[name]
+        assert [flags[i + 1] for i, flag in enumerate(flags) if flag == "--gateway"] == controls
+
+
+def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
+    config = parse_config(["--model", "demo", "--gateways", "2"])
+    specs = child_specs(config, Path("/m"), 1, SOCKETS, [0, 1])
+    assert [spec.name for spec in specs if spec.stops_first] == ["gateway-0", "gateway-1"]
+
+
 @pytest.mark.parametrize(
     ("flag", "gateway", "prefill", "decode"),
     [
@@ -80,6 +97,8 @@ def test_workers_find_the_gateway_where_it_listens() -> None:
         ("--link=zmq", None, "zmq", "zmq"),
         ("--dtype=bfloat16", None, "bfloat16", "bfloat16"),
         ("--chunk-tokens=64", None, "64", "64"),
+        ("--drain-timeout-s=7.0", None, "7.0", "7.0"),
+        ("--shutdown-s=7.0", "7.0", None, None),
         ("--max-sequences=8", None, None, "8"),
     ],
 )
@@ -142,6 +161,8 @@ def test_workers_share_cores_only_when_they_must_and_the_pools_never_with_two_co
         (["--decode", "0"], "at least one decode worker"),
         (["--prefill", "-1"], "--prefill -1"),
         (["--port", "70000"], "--port 70000"),
+        (["--port", "65535", "--gateways", "2"], "--port 65535"),
+        (["--gateways", "0"], "--gateways 0"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_by_name(flags: list[str], named: str) -> None:
@@ -153,6 +174,13 @@ def test_port_zero_takes_a_free_port_and_a_free_port_is_kept() -> None:
     port = claim_port("127.0.0.1", 0)
     assert port > 0
     assert claim_port("127.0.0.1", port) == port
+
+
+def test_consecutive_ports_are_all_free_or_the_one_that_is_not_is_named() -> None:
+    first = claim_ports("127.0.0.1", 0, 3)
+    assert claim_ports("127.0.0.1", first, 3) == first
+    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(ConfigError, match=f"port {first + 1}"):
+        claim_ports("127.0.0.1", first, 3)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,7 +83,8 @@ class Launch:
     A clean exit of the `with` block asserts exit code 0; an error inside it kills what is left and adds the log to it.
     """
 
-    def __init__(self, *arguments: object, runtime: Path | None = None) -> None:
+    def __init__(self, *arguments: object, runtime: Path | None = None, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: a command that becomes the one behind it, such as `ip netns exec NAME`."""
         self._own_runtime = runtime is None
         # Socket paths may not exceed 107 bytes, so not under pytest's long directories.
         self.runtime = runtime or Path(tempfile.mkdtemp(prefix="pds-", dir="/tmp"))
@@ -98,7 +99,7 @@ class Launch:
         self.arguments = list(map(str, arguments))
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", PDSERVE, *self.arguments],
+                [*prefix, sys.executable, "-P", "-c", PDSERVE, *self.arguments],
                 cwd=self.runtime,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -198,28 +199,22 @@ class Launch:
         assert result.code == 0, f"exit code {result.code} after SIGTERM\n{result.stderr[-4000:]}"
 
 
-class Gateway(Launch):
-    """A launch that answers HTTP on `port`, seen through its public surface."""
+class Surface:
+    """A running system seen through its gateway's HTTP port."""
 
-    def __init__(self, *arguments: object, model: str, port: int, runtime: Path | None = None) -> None:
-        super().__init__(*arguments, "--port", port, runtime=runtime)
+    def __init__(self, port: int, model: str) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.client = Client(self.url, model)
 
     def _status(self, path: str) -> int:
-        """Status code of a GET, 0 while nobody listens. Fails at once when the process has ended."""
-        if not self.running:
-            raise AssertionError(f"ended early with exit code {self._popen.returncode}\n{self.log_tail()}")
+        """Status code of a GET, 0 while nobody listens."""
         try:
             return self.client.get(path).status_code
         except httpx.TransportError:
             return 0
 
-    def wait_alive(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        eventually(lambda: self._status("/health") == 200, timeout_s, f"{self.url}/health answers")
-
-    def wait_ready(self, prefill: int, decode: int, timeout_s: float = READY_TIMEOUT_S) -> None:
+    def wait_linked(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait until so many workers of each kind are registered and every pair is linked."""
 
         def complete() -> bool:
@@ -267,6 +262,27 @@ class Gateway(Launch):
         eventually(idle, within_s, f"no held blocks and nothing in flight ({self.client.get('/pools').text[:2000]})")
         time.sleep(SETTLE_S)
         assert idle(), f"blocks were held again: {self.client.get('/pools').text[:2000]}"
+
+
+class Gateway(Surface, Launch):
+    """A launch that answers HTTP on `port`."""
+
+    def __init__(self, *arguments: object, model: str, port: int, runtime: Path | None = None) -> None:
+        Surface.__init__(self, port, model)
+        Launch.__init__(self, *arguments, "--port", port, runtime=runtime)
+
+    def _status(self, path: str) -> int:
+        """Fails at once when the process has ended."""
+        if not self.running:
+            raise AssertionError(f"ended early with exit code {self._popen.returncode}\n{self.log_tail()}")
+        return super()._status(path)
+
+    def wait_alive(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        eventually(lambda: self._status("/health") == 200, timeout_s, f"{self.url}/health answers")
+
+    def wait_ready(self, prefill: int, decode: int, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until so many workers of each kind are registered and every pair is linked."""
+        self.wait_linked(prefill, decode, timeout_s)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> Exit:
         try:

@@ -9,8 +9,9 @@ import pytest
 import zmq
 
 from pdserve.transfer.channel import Dealer, FrameCounts, Received, Router, check_exposed, runtime_directory
+from pdserve.transfer.codec import encode
 from pdserve.transfer.errors import ConfigError
-from pdserve.transfer.messages import Cancel, Credit, Slab, encode
+from pdserve.transfer.messages import Cancel, Credit, Slab
 
 
 @pytest.fixture
@@ -103,7 +104,8 @@ def test_what_is_not_a_message_is_counted_and_dropped(
 def test_an_identity_that_is_not_ascii_is_dropped(context: zmq.Context, address: str) -> None:
     counts = FrameCounts()
     router = Router(context, address, counts)
-    raw_dealer(context, address, b"\xff\xfe\xfd").send(encode(Cancel("r", 1)))
+    raw = raw_dealer(context, address, b"\xff\xfe\xfd")
+    raw.send(encode(Cancel("r", 1)))
     assert receive_one(router, 0.5) is None
     assert counts.dropped == {"identity": 1}
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.transfer.codec import SCHEMA_VERSION, decode, encode
 from pdserve.transfer.errors import LayoutMismatch, ProtocolError
 from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.messages import (
-    SCHEMA_VERSION,
     Cancel,
     Handoff,
     Register,
@@ -16,8 +16,6 @@ from pdserve.transfer.messages import (
     SamplingParams,
     Slab,
     Tokens,
-    decode,
-    encode,
 )
 
 LAYOUT = KVLayout("f" * 64, "float32", (LayerShape(3, 64, 64), LayerShape(3, 64, 32)))

@@ -1,0 +1,106 @@
+"""One step of the model for the decode pool: swaps carried out, the batch run, the next tokens picked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..engine.runner import Chunk, Runner
+from ..engine.sampler import NOT_FINITE, SampleRow, sample
+from ..engine.setup import Engine
+from ..transfer.errors import StepCancelled
+from .metrics import DecodeMetrics
+from .preemption import SwapSpace
+from .scheduler import Plan
+from .sequence import Sequence, State, Work
+
+COST_MEMORY = 0.8  # weight of earlier measurements in the running mean of what a prompt token costs
+
+
+class Stepper:
+    """Runs batches. `between_layers` is called once a layer while one runs, and may end it with StepCancelled."""
+
+    def __init__(
+        self, engine: Engine, swap: SwapSpace, metrics: DecodeMetrics, between_layers: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._swap = swap
+        self._metrics = metrics
+        self._between_layers = between_layers
+        self._runner = Runner(engine.model, engine.cache, self._on_layer)
+        self._chunk_token_s = 0.0
+        self.running: list[Work] = []  # the batch, while it runs
+
+    def _on_layer(self, layer: int) -> None:
+        self._between_layers()
+
+    def warm_up(self) -> None:
+        """Decode one token for real."""
+        blocks = self._engine.pool.allocate(1)
+        self._runner.forward([Chunk([0], 0, blocks, True)])
+        self._engine.pool.release(blocks)
+
+    def chunk_tokens(self, most: int, budget_s: float, *, busy: bool) -> int:
+        """Tokens of local prefill for one step: `most`, and beside running sequences what the ITL budget affords."""
+        if not busy:
+            return most
+        block_size = self._engine.pool.block_size
+        affordable = int(budget_s / self._chunk_token_s) if self._chunk_token_s else 0
+        return max(block_size, min(most, affordable))
+
+    def move_swapped(self, plan: Plan) -> None:
+        """Copy preempted sequences out and returning ones in, before anything else is written."""
+        cache, layout = self._engine.cache, self._engine.model.layout
+        for out in plan.swapped_out:
+            self._swap.fill(out, cache, layout)
+        for back in plan.swapped_in:
+            self._swap.restore(back, cache, layout)
+
+    def run(self, batch: list[Work]) -> torch.Tensor | None:
+        """Logits [works that sample, vocab] of the batch; None when the step was cancelled half-way."""
+        started = time.monotonic()
+        self.running = batch
+        try:
+            logits = self._runner.forward(
+                [
+                    Chunk(w.sequence.tokens[w.start : w.start + w.count], w.start, w.sequence.table.blocks, w.samples)
+                    for w in batch
+                ]
+            )
+        except StepCancelled:
+            return None
+        finally:
+            self.running = []
+        self._measure(batch, time.monotonic() - started)
+        return logits
+
+    def _measure(self, batch: list[Work], elapsed_s: float) -> None:
+        tokens = sum(work.count for work in batch)
+        self._metrics.step_seconds.observe(elapsed_s)
+        self._metrics.computed_tokens.inc(tokens)
+        if batch[-1].count > 1:
+            cost = elapsed_s / tokens
+            known = self._chunk_token_s or cost
+            self._chunk_token_s = COST_MEMORY * known + (1 - COST_MEMORY) * cost
+
+    def pick(self, logits: torch.Tensor, sampling: list[Work]) -> Iterator[tuple[Sequence, list[int] | None]]:
+        """The next token of every choice of every sequence that ran its last one and still lives.
+
+        `logits`: [len(sampling), vocab]. None in place of tokens when a sequence's logits are not finite.
+        """
+        alive = [(row, w.sequence) for row, w in enumerate(sampling) if w.sequence.state is not State.FINISHED]
+        rows = [
+            (row, SampleRow(s.params, s.prompt, s.output, choice))
+            for row, s in alive
+            for choice in range(s.choice, s.choice + s.num_choices)
+        ]
+        if not rows:
+            return
+        index = [row for row, _ in rows]
+        picked = logits if index == list(range(len(sampling))) else logits[index]
+        tokens = iter(sample(picked, [row for _, row in rows], self._engine.model.eos_token_ids))
+        for _, sequence in alive:
+            mine = [next(tokens) for _ in range(sequence.num_choices)]
+            yield sequence, None if NOT_FINITE in mine else mine

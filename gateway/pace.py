@@ -1,0 +1,70 @@
+"""How fast things go, as the gateway sees it: what its estimates of waiting and of crowding rest on.
+
+Nothing here is configured or reported by a worker: rates are work done over time spent, with the past fading out, so
+they hold for whatever machine, model, mixture of requests and number of gateways there is.
+"""
+
+from __future__ import annotations
+
+import math
+
+RATE_WINDOW_S = 10.0  # of busy time: how far back a rate remembers
+MIN_RATE_TIME_S = 0.05  # of busy time: with less than this a rate is not known
+STEP_WINDOW = 16.0  # decode steps that the mean step time remembers
+
+
+class Rate:
+    """Work per second of busy time. `add` tells how much was done in how long; None while nothing is known."""
+
+    def __init__(self) -> None:
+        self._work = 0.0
+        self._time_s = 0.0
+
+    def add(self, work: float, busy_s: float) -> None:
+        kept = math.exp(-busy_s / RATE_WINDOW_S)
+        self._work = self._work * kept + work
+        self._time_s = self._time_s * kept + busy_s
+
+    @property
+    def per_s(self) -> float | None:
+        return self._work / self._time_s if self._time_s >= MIN_RATE_TIME_S else None
+
+
+class Pace:
+    """One worker's: tokens of prompts computed per second, and the length of its decode steps."""
+
+    def __init__(self) -> None:
+        self._compute = Rate()
+        self._computed_at = 0.0  # when it was last through with a prompt
+        self._steps = self._steps_s = self._sequences = 0.0  # sums over recent steps, fading
+        self._batch: frozenset[str] = frozenset()
+        self._stepped_at = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._compute.per_s
+
+    def computed(self, num_tokens: int, asked_at: float, now: float) -> None:
+        """A prompt that was sent there at `asked_at` is done. Until the one before was done, it had to wait."""
+        self._compute.add(num_tokens, max(now - max(asked_at, self._computed_at), 0.0))
+        self._computed_at = now
+
+    def stepped(self, requests: frozenset[str], now: float) -> None:
+        """A decode step gave these requests tokens. Its length is known if it went on with one of them."""
+        if requests & self._batch:
+            kept = 1 - 1 / STEP_WINDOW
+            self._steps = self._steps * kept + 1
+            self._steps_s = self._steps_s * kept + (now - self._stepped_at)
+            self._sequences = self._sequences * kept + len(requests)
+        self._batch = requests
+        self._stepped_at = now
+
+    def step_s(self, num_requests: int) -> float:
+        """An upper bound for the length of a step with so many requests; 0 while nothing is known.
+
+        A step costs some fixed time and some for each sequence, so one more sequence than the mean of m makes it at
+        most (m + 1) / m times as long: exact where decode is bound by arithmetic, cautious where memory bounds it.
+        """
+        if not self._steps:
+            return 0.0
+        return self._steps_s / self._steps * max(1.0, num_requests * self._steps / self._sequences)

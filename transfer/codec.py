@@ -1,0 +1,59 @@
+"""Messages as frames and back: msgpack maps `{"v": schema version, "t": message name, ...fields}`, no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from .errors import ProtocolError
+from .messages import MESSAGES, Message
+
+SCHEMA_VERSION = 1
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+PARTS_AFTER_HEADER: dict[str, int] = {"Slab": 1}
+
+
+_ADAPTERS: dict[str, TypeAdapter[Message]] = {kind: TypeAdapter(cls) for kind, cls in MESSAGES.items()}
+
+
+def _plain(value: object) -> dict[str, object]:
+    """msgpack hook: nested dataclasses become maps."""
+    return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+
+
+_pack: Callable[..., bytes] = msgpack.packb
+
+
+def encode(message: Message) -> bytes:
+    """One message as the bytes of its header frame."""
+    body: dict[str, object] = {"v": SCHEMA_VERSION, "t": message.kind}
+    body.update(_plain(message))
+    return _pack(body, default=_plain, use_bin_type=True)
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """The message in a header frame. Raises ProtocolError for anything else."""
+    if len(frame) > MAX_HEADER_BYTES:
+        raise ProtocolError("oversize", f"{len(frame)} bytes")
+    try:
+        body: Any = msgpack.unpackb(frame, raw=False, strict_map_key=False, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError("malformed", str(error)[:200]) from None
+    if not isinstance(body, dict):
+        raise ProtocolError("malformed", "not a map")
+    if (version := body.pop("v", None)) != SCHEMA_VERSION:
+        raise ProtocolError("version", f"{version!r:.40} is not {SCHEMA_VERSION}")
+    kind = body.pop("t", None)
+    cls = MESSAGES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError("unknown_message", f"{kind!r:.80}")
+    try:
+        return _ADAPTERS[cls.kind].validate_python(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProtocolError("invalid_field", f"{kind}.{where}: {first['msg']}") from None
