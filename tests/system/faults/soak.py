@@ -227,17 +227,14 @@ class Soak:
 
 def shape_of(model: Model, prefill: int, decode: int) -> Shape:
     """Pools so small that preemption happens, and host memory for it so small that it is often full."""
-    if model.name == "demo":
-        decode_flags: tuple[object, ...] = ("--kv-blocks", 192)
-    else:
-        decode_flags = ("--kv-blocks", 224)
+    sizes = (192, "32M") if model.name == "demo" else (224, "2M")
     return Shape(
         model.path,
         model.name,
         prefill=prefill,
         decode=decode,
         prefill_flags=("--kv-blocks", 320, "--chunk-tokens", 64),
-        decode_flags=(*decode_flags, "--transfer-deadline-s", 3),
+        decode_flags=("--kv-blocks", sizes[0], "--swap-memory", sizes[1], "--transfer-deadline-s", 3),
         gateway_flags=("--queue-timeout-s", 15),
     )
 
