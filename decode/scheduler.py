@@ -103,6 +103,8 @@ class Scheduler:
             return "too_long", f"{longest} tokens are more than the pool's {pool_tokens}"
         if len(message.outputs) != len(message.finished):
             return "malformed", "outputs and finished differ in length"
+        if all(message.finished) or max(map(len, message.outputs)) > message.params.max_tokens:
+            return "malformed", "no choice is unfinished, or one has more output than max_tokens"
         if max(max(tokens, default=0) for tokens in (message.prompt, *message.outputs)) >= self._limits.vocab_size:
             return "malformed", f"a token id is not below {self._limits.vocab_size}"
         return None

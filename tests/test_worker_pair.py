@@ -219,3 +219,16 @@ def test_a_prompt_that_cannot_fit_fails_for_good(rig: Rig) -> None:
     failed = rig.wait_for(Failed, "a")
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.retryable) == ("too_long", False)
+
+
+def test_a_resumed_request_can_come_back_through_prefill(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair()
+    dispatch(rig, "a", PROMPTS[0], prefill, decode, attempt=2, outputs=[golden[0][:4]])
+    rig.until(lambda: bool(rig.finished("a", 2)), "it has finished")
+    assert rig.tokens("a", 2)[0] == golden[0][4:]
+    first = rig.wait_for(FirstTokens, "a")
+    assert isinstance(first, FirstTokens)
+    assert (first.choice, first.index, first.tokens) == (0, 4, golden[0][4:5])
+    moved = rig.metric(decode, "pdserve_transfer_bytes_total")
+    assert moved == (len(PROMPTS[0]) + 4) * rig.registered[decode].layout.bytes_per_token
+    settle(rig, prefill, decode)

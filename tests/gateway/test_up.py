@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from pdserve.gateway.launch import UpConfig, child_specs, parse_config, place_workers
-from pdserve.gateway.up import claim_port, claim_ports, local_url_host, main, missing_workers, ready_message, socket_directory
+from pdserve.gateway.up import (
+    claim_port,
+    claim_ports,
+    local_url_host,
+    main,
+    missing_workers,
+    ready_message,
+    socket_directory,
+)
 from pdserve.transfer.errors import ConfigError
 
 SOCKETS = Path("/run/pdserve-test")

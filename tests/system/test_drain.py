@@ -114,7 +114,7 @@ def test_a_second_signal_ends_a_draining_worker_at_once(tiny: Path, runtime: Pat
     with cluster(tiny, runtime, "gateway-0", "decode-0") as running:
         gateway, worker = running.gateways["gateway-0"], running.workers["decode-0"]
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(gateway.client.complete, random_prompt(1, 50), max_tokens=4000, **GREEDY)
+            answer = pool.submit(gateway.client.complete, random_prompt(1, 50), max_tokens=2500, **GREEDY)
             eventually(lambda: holder(gateway), 20, "the request runs")
             worker.send_signal(signal.SIGTERM)
             eventually(lambda: gateway.workers()[0]["state"] == "draining", 5, "it drains")
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_a_draining_worker_at_once(tiny: Path, runtime: Pat
             assert worker.wait(10).code == 0, "not after the 30 s that it may drain"
             assert not answer.done()
             running.start("decode-0")  # its request was waiting for that
-            assert len(answer.result(timeout=120).token_ids) == 4000
+            assert len(answer.result(timeout=120).token_ids) == 2500
 
 
 def test_worker_of_a_supervised_system_that_was_drained_stays_away(tiny: Path) -> None:

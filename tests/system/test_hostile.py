@@ -7,7 +7,6 @@ import dataclasses
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,8 +59,6 @@ from tests.system.hostile import (
 
 pytestmark = pytest.mark.timeout(170, method="signal")
 
-ATTACK_S = 1.2
-
 
 @pytest.fixture(scope="module")
 def target(tiny: Path) -> Iterator[Target]:
@@ -100,7 +97,7 @@ def target(tiny: Path) -> Iterator[Target]:
 def test_what_strangers_send_to_a_port_is_counted_and_changes_nothing(target: Target, port: str) -> None:
     address = target.ports[port]
     layout = target.other.worker("decode").layout
-    with target.serving(), zmq.Context() as context, ExitStack() as stack:
+    with target.serving() as enough, zmq.Context() as context, ExitStack() as stack:
         for noise in NOISE:
             raw = stack.enter_context(socket.create_connection(endpoint(address), timeout=5))
             raw.sendall(noise)
@@ -110,7 +107,7 @@ def test_what_strangers_send_to_a_port_is_counted_and_changes_nothing(target: Ta
             for parts in frames(layout):
                 with contextlib.suppress(zmq.Again):  # it was cut, as it should be
                     dealer.send_multipart(parts)
-        time.sleep(ATTACK_S)
+        eventually(enough, 30, "requests are answered")
 
 
 @pytest.mark.parametrize("port", ["gateway", "bulk", "control"])
@@ -120,10 +117,9 @@ def test_a_flood_from_strangers_starves_nobody_and_is_cut_off(target: Target, po
     beat = encode(WorkerHeartbeat(1, [("r", 1)] * 500, True, 1, 1, 1, 1, 1, False, [], []))
     reason = {"reason": "flood"}
     before = target.gateway.metric("pdserve_frames_dropped_total", **reason)
-    with target.serving(), zmq.Context() as context, ExitStack() as stack:
+    with target.serving() as enough, zmq.Context() as context, ExitStack() as stack:
         dealers = [stack.enter_context(stranger(context, address, b"n#0000000%d/1" % i)) for i in range(4)]
-        ends_at = time.monotonic() + ATTACK_S
-        while time.monotonic() < ends_at:
+        while not enough():
             for dealer in dealers:
                 with contextlib.suppress(zmq.Again):
                     for _ in range(50):
@@ -138,12 +134,11 @@ def test_parts_without_end_do_not_fill_the_memory(target: Target, port: str) -> 
     pids = target.processes()
     rss = {pid: psutil.Process(pid).memory_info().rss for pid in pids}
     most = 0
-    with target.serving(), socket.create_connection(endpoint(address), timeout=1) as raw:
+    with target.serving() as enough, socket.create_connection(endpoint(address), timeout=1) as raw:
         shake_hands(raw, b"endless#00000000/1")
         raw.settimeout(0.1)
         feed = rest = b"\x01\x00" * 50_000
-        ends_at = time.monotonic() + ATTACK_S
-        while time.monotonic() < ends_at:
+        while not enough():
             with contextlib.suppress(OSError):
                 rest = rest[raw.send(rest) :] or feed
             most = max(most, *(psutil.Process(pid).memory_info().rss - rss[pid] for pid in pids))
@@ -158,8 +153,8 @@ def test_absurd_orders_of_a_gateway_that_was_let_in_harm_nobody_else(target: Tar
     other, decode = target.other, target.other.worker("decode")
     longest = SamplingParams(4_000_000, (1 << 64) - 1, temperature=1e4, top_k=1 << 31, stop_token_ids=[1 << 31] * 9)
     nan = dataclasses.replace(longest, repetition_penalty=1e-300, temperature=1e-300)
-    other.live = [(name, 1) for name in "abcdefgijklmn"]  # else they are dropped without an answer; "h" is
-    with target.serving():
+    other.live = [(name, 1) for name in "abcdefghijklmn"]  # else they would be dropped without an answer
+    with target.serving() as enough:
         other.tell(
             "decode",
             reserve("a", prompt=[1 << 31] * 100),
@@ -170,7 +165,7 @@ def test_absurd_orders_of_a_gateway_that_was_let_in_harm_nobody_else(target: Tar
             reserve("f", finished=[True]),
             reserve("g", outputs=[[1] * 100_000]),
             reserve("h", params=nan, prefill="", local_prefill="always"),
-            reserve("i", priority=-(1 << 31), age_s=1e7, prompt=PROMPTS[1] * 8),
+            reserve("i", priority=-(1 << 31), age_s=1e7, prompt=PROMPTS[1] * 3),
             reserve("i", attempt=1 << 20),
             reserve("i"),
             Cancel("nothing", 1, 127),
@@ -196,8 +191,8 @@ def test_absurd_orders_of_a_gateway_that_was_let_in_harm_nobody_else(target: Tar
             Peers([Peer("x#00000000", "h", "tcp://127.0.0.1:1", "ipc:///nowhere/at/all", ["zmq"])]),
             Peers([]),
         )
-        eventually(lambda: other.requests(Failed) >= {"a", "b", "c", "e"}, 10, "what can never run is refused")
-        time.sleep(ATTACK_S)
+        eventually(lambda: other.requests(Failed) >= set("abcefgh"), 10, "what can never run is refused")
+        eventually(enough, 30, "requests are answered")
         other.live = []
 
 
@@ -222,7 +217,7 @@ def test_slabs_replayed_reordered_or_wrong_are_counted_and_never_become_a_text(t
         "many tokens": lambda r, n: [*(slab(r, n, *g) for g in good), [encode(Handoff(r, 1, n, [5] * 128, 0.0))]],
         "old reservation": lambda r, n: [slab(r, n + 1, *g) for g in good],
     }
-    with target.serving(), zmq.Context() as context, ExitStack() as stack:
+    with target.serving() as enough, zmq.Context() as context, ExitStack() as stack:
         bulk = stack.enter_context(stranger(context, decode.bulk_address, b"evil#00000000/1"))
         control = stack.enter_context(stranger(context, decode.peer_address, b"evil#00000000/1"))
         for side in (bulk, control):
@@ -237,6 +232,7 @@ def test_slabs_replayed_reordered_or_wrong_are_counted_and_never_become_a_text(t
                 bulk.send_multipart(parts)
         lost = set(plans) - {"old reservation"}
         eventually(lambda: other.requests(Failed) >= lost, 10, "each attempt fails at once")
+        eventually(enough, 30, "requests are answered")
         other.live = []
         other.tell("decode", *(Cancel(name, 1) for name in plans))
     texts = {item[0] for m in other.received if isinstance(m, Tokens) for item in m.items}
@@ -252,7 +248,7 @@ def test_absurd_reports_of_a_worker_that_was_let_in_harm_nobody_else(target: Tar
     live, families = [("r", 1)] * 50_000, [family, bad_name]
     beat = WorkerHeartbeat(HUGE, live, False, HUGE, HUGE, HUGE, HUGE, HUGE, False, [link], families)
     address = target.ports["gateway"]
-    with target.serving(), zmq.Context() as context, stranger(context, address, b"odd#00000000/1") as mine:
+    with target.serving() as enough, zmq.Context() as context, stranger(context, address, b"odd#00000000/1") as mine:
         mine.send(encode(me))
         assert mine.poll(5000), "the gateway lets it in"
         for message in (
@@ -267,7 +263,7 @@ def test_absurd_reports_of_a_worker_that_was_let_in_harm_nobody_else(target: Tar
         with stranger(context, address, b"odd#00000000/2") as thief:
             thief.send(encode(me))  # the same worker on another connection, while the first one stands
             assert not thief.poll(700), "nobody takes the place of a worker that is here"
-        time.sleep(0.5)
+        eventually(enough, 30, "requests are answered")
         assert {worker["name"] for worker in target.gateway.workers()} == {"d", "p", "odd"}
         assert "pdserve_odd_total" in target.gateway.client.get("/metrics").text
         mine.send(encode(Leaving("odd#00000000")))

@@ -23,6 +23,7 @@ STRIKE_TIMEOUT_S = 6.0  # for a frame that fits to pass
 BACK_TIMEOUT_S = 40.0
 MANY = 1_000_000
 STORM_CLIENTS = 24
+STORM_PROMPTS = 40
 
 ALL_KINDS = ("Slab", "Handoff")
 
@@ -322,7 +323,7 @@ class Attack:
         rng, port = self._rng, self.fleet.port
         visits = []
         for _ in range(STORM_CLIENTS):
-            prompt = random_prompt(rng.getrandbits(32), rng.choice((30, 300, 1500)))
+            prompt = random_prompt(rng.randrange(STORM_PROMPTS), rng.choice((30, 300, 1500)))
             body = {"model": self.fleet.shape.name, "prompt": prompt, "n": rng.choice((1, 1, 2)), "max_tokens": 200}
             case = Case("storm", body | {"temperature": 0, "ignore_eos": True})
             visits.append((case, rng.random() < 0.7, rng.uniform(0.02, 1.5)))
