@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ REPLY_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 STRAYS_TIMEOUT_S = 5.0
+TRIM_S = 0.3
 
 
 class Pipe:
@@ -310,19 +312,24 @@ class Fleet(Surface):
             os.kill(member.pid, signal.SIGCONT)
             member.frozen = False
 
-    def resident_bytes(self) -> dict[str, tuple[int, int]]:
-        """(life, anonymous resident bytes) of every running member.
+    def kept_bytes(self) -> dict[str, int]:
+        """Anonymous resident bytes of every member in its first life, after it has given back what is free.
 
-        Pages of files (and those still shared with the nursery's code) come and go with what is executed first.
+        (Pages of files come and go with what is executed first, and a heap keeps its highest water.)
         """
+        first = {name: m for name, m in self.members.items() if m.lives == 1 and m.pid and not m.frozen}
+        for member in first.values():
+            with suppress(ProcessLookupError):  # killed in this moment
+                os.kill(member.pid, signal.SIGUSR2)
+        time.sleep(TRIM_S)
         sizes = {}
-        for name, member in self.members.items():
+        for name, member in first.items():
             try:
                 status = Path(f"/proc/{member.pid}/status").read_text()
             except OSError:
                 continue
             if found := re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE):  # a process that is dying has none
-                sizes[name] = member.lives, int(found[1]) * 1024
+                sizes[name] = int(found[1]) * 1024
         return sizes
 
     # --- what can be seen ----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ MAX_ERROR_SHARE = 0.05
 MAX_GROWTH_BYTES = 1 << 20  # per 100 faults
 GROWTH_NEEDS_FAULTS = 100  # fewer say nothing about growth
 WARM_UP_STORMS = 10  # threads, arenas and KV pages that only a crowd makes a process touch
-WARM_UP_FAULTS = 100  # by then a heap has seen its highest water, such as the backlog behind a freeze
+WARM_UP_FAULTS = 50
 MAX_MISSES = 200
 SPARED = ("prefill-0", "decode-0")  # never killed, so that their memory can be watched
 PROGRESS_EVERY_S = 10.0
@@ -39,20 +39,20 @@ PROGRESS_EVERY_S = 10.0
 
 @dataclass
 class Memory:
-    """Anonymous memory of every process after each fault, of its present life only."""
+    """What every process that was never restarted keeps, as (faults so far, bytes)."""
 
-    samples: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, fleet: Fleet, num_faults: int) -> None:
-        for name, (life, size) in fleet.resident_bytes().items():
-            self.samples[name].append((life, num_faults, size))
+        for name, size in fleet.kept_bytes().items():
+            self.samples[name].append((num_faults, size))
 
-    def growth(self) -> dict[str, tuple[int, float]]:
-        """(faults watched, bytes per 100 faults) of processes in their first life, once warm."""
+    def growth(self, fleet: Fleet) -> dict[str, tuple[int, float]]:
+        """(faults watched, bytes per 100 faults) of processes still in their first life, once warm."""
         found = {}
         for name, samples in self.samples.items():
-            warm = [(at, size) for life, at, size in samples if life == 1 and at >= WARM_UP_FAULTS]
-            if samples[-1][0] != 1 or len({at for at, _ in warm}) < 4:
+            warm = [(at, size) for at, size in samples if at >= WARM_UP_FAULTS]
+            if fleet.members[name].lives > 1 or len(warm) < 4:
                 continue
             part = max(len(warm) // 5, 1)
             first, last = warm[:part], warm[-part:]
@@ -134,12 +134,12 @@ class Soak:
             print(f"  missed: {kind}: {str(missed)[:160]}", flush=True)
         except AssertionError as error:  # what was struck did not come back
             self.judge.violation(f"{kind}: {str(error)[:1000]}")
-        self.memory.note(self.fleet, self.num_faults)
 
     def _say(self) -> None:
         now = time.monotonic()
         if now - self._said_at >= PROGRESS_EVERY_S:
             self._said_at = now
+            self.memory.note(self.fleet, self.num_faults)
             judge = self.judge
             verdicts = ", ".join(f"{count} {verdict.value}" for verdict, count in judge.verdicts.items())
             last = judge.faults[-1] if judge.faults else None
@@ -173,7 +173,7 @@ class Soak:
         errors = judge.verdicts[Verdict.ERROR]
         if errors > MAX_ERROR_SHARE * judge.num_answers:
             judge.violation(f"{errors} errors in {judge.num_answers} answers")
-        for name, (faults, per_100) in self.memory.growth().items():
+        for name, (faults, per_100) in self.memory.growth(self.fleet).items():
             if faults >= GROWTH_NEEDS_FAULTS and per_100 >= MAX_GROWTH_BYTES:
                 judge.violation(f"{name} grew by {per_100 / 1e6:.2f} MB per 100 faults")
 
@@ -201,7 +201,7 @@ class Soak:
         for code, count in sorted(judge.errors.items()):
             print(f"  {code:<24}{count:>6}")
         print(f"slowest answer {judge.slowest_s:.1f} s, deadline of each 60 s")
-        for name, (faults, per_100) in sorted(self.memory.growth().items()):
+        for name, (faults, per_100) in sorted(self.memory.growth(self.fleet).items()):
             print(f"memory of {name:<16}{per_100 / 1e6:>8.2f} MB per 100 faults (over {faults})")
         for text in judge.violations[:40]:
             print(f"VIOLATION: {text}")
@@ -210,6 +210,7 @@ class Soak:
     def summary(self) -> dict[str, object]:
         judge = self.judge
         inflight = [fault.inflight for fault in judge.faults] or [0]
+        growth = self.memory.growth(self.fleet)
         return {
             "seed": self._seed,
             "seconds": round(time.monotonic() - self.started_at, 1),
@@ -220,7 +221,7 @@ class Soak:
             "answers": {verdict.name.lower(): judge.verdicts[verdict] for verdict in Verdict},
             "errors": dict(judge.errors),
             "slowest_s": round(judge.slowest_s, 2),
-            "growth_bytes_per_100_faults": {n: round(per_100) for n, (_, per_100) in self.memory.growth().items()},
+            "growth_bytes_per_100_faults": {name: round(per_100) for name, (_, per_100) in growth.items()},
             "violations": len(judge.violations),
         }
 
