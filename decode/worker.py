@@ -249,6 +249,7 @@ class DecodeWorker:
 
     def _fail(self, key: Key, reason: str, detail: str, *, retryable: bool) -> None:
         log.warning("%s attempt %d failed here: %s (%s)", *key, reason, detail)
+        self._send_tokens()  # what it has said already comes before its end
         self._members.send(key, Failed(*key, reason, detail[:4000], retryable))
         self._drop(key)
 
@@ -349,11 +350,14 @@ class DecodeWorker:
     # --- what goes out ---------------------------------------------------------------------------------------
 
     def _send(self) -> None:
+        self._send_tokens()
+        self._members.tick(self._registration, self._heartbeat)
+        self._intake.send_credits()
+
+    def _send_tokens(self) -> None:
         for tie, items in self._items.items():
             tie.send(Tokens(items))
         self._items.clear()
-        self._members.tick(self._registration, self._heartbeat)
-        self._intake.send_credits()
 
     def _registration(self) -> Register:
         bulk, control = self._config.advertise(self._intake.addresses)
