@@ -281,7 +281,7 @@ class DecodeWorker:
                 self._metrics.transfer_bytes.labels("zmq").inc(received.payload.nbytes)
                 self._scheduler.progress(sequence, time.monotonic())
             else:
-                self._hand_over(sequence, message, self._receiver.complete(entry))
+                self._hand_over(sequence, message, self._receiver.complete(entry, message))
         except TransferError as error:
             self._frames.drop(error.reason)
             self._intake.tell_gone(received.sender, *key)

@@ -19,6 +19,10 @@ class ChoiceState:
     early: dict[int, tuple[int, Finish]] = field(default_factory=dict)
     ended_by: Literal["", "decode", "gateway"] = ""
 
+    def disagrees(self, index: int, token: int) -> bool:
+        """Was another token accepted at that index? Then what follows it belongs to another text."""
+        return index < len(self.accepted) and self.accepted[index] != token
+
     def note(self, index: int, token: int, finish: Finish) -> bool:
         """Keep a token for its turn; one that was accepted before is ignored. False when too many wait for another
         one, which must have been lost."""

@@ -356,6 +356,8 @@ class Request:
         choice = self.choices[number]
         if choice.ended_by:
             return
+        if choice.disagrees(index, token):
+            raise AttemptOver("failed", f"{place.decode.id} and prefill disagree on token {index}")
         if index == len(choice.accepted) - 1 and finish:
             choice.ended_by = "decode"
             self._sink.late_finish(self.job.first_choice + number, finish)

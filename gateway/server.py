@@ -42,6 +42,7 @@ from .text import Tokenizer
 log = logging.getLogger(__name__)
 
 PARSING_THREADS = 2
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or they would use one just as it is closed
 ACCEPT_LAST_S = 0.02  # for the loop to accept what the kernel has connected already
 JOIN_TIMEOUT_S = 2.0  # workers that wait for this gateway (it was restarted) join sooner; others are not waited for
 RELEASE_TIMEOUT_S = 1.0  # how long workers may take to confirm that nothing of ours is left
@@ -141,6 +142,7 @@ def http_server(app: ASGIApp, shutdown_s: float, limits: ConnectionLimits | None
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(round(shutdown_s), 1),
         )
     )

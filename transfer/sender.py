@@ -36,7 +36,7 @@ from .messages import (
     Slab,
     Welcome,
 )
-from .slab import KVStore, checksum
+from .slab import KVStore, checksum, token_checksum
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,8 @@ class Outgoing:
     def hand_off(self, tokens: list[int]) -> None:
         """Behind the last slab: decode owns the request from here."""
         elapsed_s = 0.0 if self.started_at is None else time.monotonic() - self.started_at
-        self.link.send_bulk(Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s))
+        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s, token_checksum(tokens))
+        self.link.send_bulk(handoff)
 
     def abort(self, reason: str) -> None:
         """Tell decode that nothing more will come."""

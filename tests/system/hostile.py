@@ -230,7 +230,7 @@ def frames(layout: Any) -> list[list[bytes]]:
         Leaving(worker),
         Hello(worker, layout, "zmq"),
         PeerHeartbeat(worker, [("r", 1)] * 5000),
-        Handoff("r", 1, HUGE, [1 << 31] * 128, 1e7),
+        Handoff("r", 1, HUGE, [1 << 31] * 128, 1e7, 0),
         Abort("r", 1, HUGE, "z"),
         Credit(HUGE),
         Cancel("r", 1),

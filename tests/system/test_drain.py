@@ -197,6 +197,8 @@ def test_a_worker_frozen_past_the_bound_comes_back_as_somebody_else_with_nothing
         os.kill(pid, signal.SIGSTOP)
         try:
             assert answer.result(timeout=60).choices == expected.choices
+            for each in pair.gateways.values():
+                eventually(lambda each=each: name not in {w["name"] for w in each.workers()}, 20, "it is given up")
         finally:
             os.kill(pid, signal.SIGCONT)
     pair.wait_ready()

@@ -25,7 +25,7 @@ EXAMPLES = [
     Reserve("r", 1, [1, 2], [[], [3]], [False, True], PARAMS, "p#00000000", "auto", "", "salt", -3, 1.5),
     Tokens([("r", 1, 0, 4, 99, "stop")]),
     Slab("r", 1, 7, 0, 16, 4, 2**64 - 1),
-    Handoff("r", 1, 7, [3], 0.25),
+    Handoff("r", 1, 7, [3], 0.25, 2**64 - 1),
     Cancel("r", 2),
     Cancel("r", 2, 1),
 ]

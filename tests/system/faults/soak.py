@@ -72,8 +72,9 @@ class Soak:
         self._rng = random.Random(seed)
         self._seed = seed
         self._kinds = kinds
-        outputs = (20, 60) if model.name == "demo" else (30, 160)
-        greedy, others = model.cases(fleet.port, self._rng, num_greedy=12, outputs=outputs)
+        num_greedy, outputs = (6, (15, 40)) if model.name == "demo" else (12, (30, 160))
+        print("asking the undisturbed system ...", flush=True)
+        greedy, others = model.cases(fleet.port, self._rng, num_greedy=num_greedy, outputs=outputs)
         self._cases: list[Case] = [*greedy, *others]
         self.load = Load(fleet.port, greedy, others, self.judge.add, seed)
         self.attack = Attack(fleet, self.judge, random.Random(f"{seed}/attack"), lambda: self.load.open)
