@@ -84,6 +84,8 @@ class Pool:
         self._drain_is_due = False
         self._stop = asyncio.Event()
         self._beat_task: asyncio.Task[None] | None = None
+        self._turned_at = clock()  # the loop's last turn
+        self._away_at = float("-inf")  # when it last came back from not having turned for long
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -134,15 +136,16 @@ class Pool:
             return
 
     async def _beat(self) -> None:
-        last = next_beat = self._clock()
+        next_beat = self._turned_at = self._clock()
         while not self._stop.is_set():
             await self._pause()
             now = self._clock()
-            if (away_s := now - last) > self._death_bound_s / 2:
+            if (away_s := now - self._turned_at) > self._death_bound_s / 2:
                 # It was us who did not listen: nobody may be declared dead for that.
                 for worker in self.workers.values():
                     worker.last_heard += away_s
-            last = now
+                self._away_at = now
+            self._turned_at = now
             self.drain()
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_INTERVAL_S
@@ -159,9 +162,15 @@ class Pool:
     def _bury(self, now: float) -> None:
         for worker in list(self.workers.values()):
             if worker.cut_off_at is not None and now - worker.cut_off_at > RECONNECT_S:
-                self._forget(worker, "its connection is gone", died=True)
+                self._forget(worker, "its connection is gone", died=not self._was_away)
             elif now - worker.last_heard > self._death_bound_s:
                 self._forget(worker, f"silent for {now - worker.last_heard:.1f} s", died=True)
+
+    @property
+    def _was_away(self) -> bool:
+        """This loop did not run for so long that workers may have given us up: that says nothing against requests."""
+        now = self._clock()
+        return now - self._turned_at > self._death_bound_s / 2 or now - self._away_at < self._death_bound_s
 
     # --- messages out --------------------------------------------------------------------------------------------
 
@@ -334,8 +343,11 @@ class Pool:
             return
         del self.workers[worker.id]
         log.log(logging.WARNING if died else logging.INFO, "%s is gone: %s", worker.id, reason)
-        lost = Lost(f"{worker.name} is gone: {reason}", died=died, planned=planned, alone=len(worker.legs) == 1)
+        # What it has never heard of cannot have killed it.
+        num_heard = sum(leg.sent_at_seq is not None for leg in worker.legs.values())
         for leg in worker.legs.values():
+            heard = leg.sent_at_seq is not None
+            lost = Lost(f"{worker.name} is gone: {reason}", died=died and heard, planned=planned, alone=num_heard == 1)
             leg.owner.deliver(worker.id, leg.attempt, lost)
         if worker.register.role == "decode":
             self._send_peers()
@@ -378,9 +390,9 @@ class Pool:
 
     def dispatch(self, worker: Worker, leg: Leg, message: Reserve | Prefill) -> None:
         """The leg's first message. From now on the worker should list it."""
+        self.send(worker, message)  # if this finds the worker gone, the leg was never there
         leg.sent_at_seq = worker.seq
         leg.sent_at = self._clock()
-        self.send(worker, message)
 
     def remove(self, worker: Worker, leg: Leg, *, cancel: bool) -> None:
         """Take the leg off the worker; with `cancel` tell it, if it has heard of the leg at all."""

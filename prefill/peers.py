@@ -102,7 +102,10 @@ class Peers:
 
     def tick(self, live_of: Callable[[PeerLink], Iterable[Key]]) -> None:
         for link in self:
-            link.tick(live_of(link))
+            live = list(live_of(link))
+            if not live and link.drained:
+                link.settle()
+            link.tick(live)
 
     def report(self) -> list[Link]:
         return [link.report() for link in self]

@@ -98,6 +98,10 @@ class PeerLink:
         """Everything handed to this link has left for ZeroMQ."""
         return self._bulk.pending == 0
 
+    def settle(self) -> None:
+        """Nothing is under way to this peer: what it has not acknowledged was lost, and shall not fill the window."""
+        self._bytes_consumed = self.bytes_sent
+
     def send_bulk(self, message: Message, payload: memoryview | None = None) -> None:
         self._bulk.send(message, payload)
         if payload is not None:
