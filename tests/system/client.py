@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 
 
 @dataclass
