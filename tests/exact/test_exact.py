@@ -25,7 +25,6 @@ CROWD = 48
 SMALL_POOL_BLOCKS = 440  # of 8 tokens: a sequence needs one more every 8 tokens, and few have one to spare
 NEVER = ("--local-prefill", "never")
 BLOCKS_16_32 = ("--prefill-block-size", 16, "--decode-block-size", 32)
-BLOCKS_16_8 = ("--prefill-block-size", 16, "--decode-block-size", 8)
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,11 @@ CONFIGURATIONS = (
     Configuration("aggregated, blocks 16", (), prefill=0, moves=False),
     *(
         Configuration(
-            f"1P1D never, pool of 3,520 tokens, no caching, {preemption}",
-            (*NEVER, *BLOCKS_16_8, "--no-prefix-caching", "--preemption", preemption, "--queue-timeout-s", 900),
+            # Aggregated: with prefill workers, reservations that wait for KV make room before anybody is preempted.
+            f"aggregated, pool of 3,520 tokens, no caching, {preemption}",
+            ("--block-size", 8, "--no-prefix-caching", "--preemption", preemption, "--queue-timeout-s", 900),
+            prefill=0,
+            moves=False,
             decode_pool=("--kv-blocks", SMALL_POOL_BLOCKS),
             preempts=True,
             at_once=CROWD,
