@@ -25,6 +25,7 @@ CROWD = 48
 SMALL_BLOCK_SIZE = 8  # a sequence needs one more block every 8 tokens, and few have one to spare
 SMALL_POOL_BLOCKS = 96
 NEVER = ("--local-prefill", "never")
+PATIENT = ("--queue-timeout-s", 900)
 BLOCKS_16_32 = ("--prefill-block-size", 16, "--decode-block-size", 32)
 
 
@@ -67,7 +68,7 @@ CONFIGURATIONS = (
         Configuration(
             # Aggregated: with prefill workers, reservations that wait for KV make room before anybody is preempted.
             f"aggregated, chat only, pool of 768 tokens, no caching, {preemption}",
-            ("--block-size", SMALL_BLOCK_SIZE, "--no-prefix-caching", "--preemption", preemption, "--queue-timeout-s", 900),
+            ("--block-size", SMALL_BLOCK_SIZE, "--no-prefix-caching", "--preemption", preemption, *PATIENT),
             prefill=0,
             moves=False,
             decode_pool=("--kv-blocks", SMALL_POOL_BLOCKS),
