@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..engine.block_pool import BlockTable
-from ..transfer.messages import LocalPrefill, SamplingParams
+from ..transfer.messages import (
+    LocalPrefill,
+)
+from ..transfer.sampling_params import SamplingParams
 
 Key = tuple[str, int]  # (request id, attempt)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..transfer.messages import Finish, SamplingParams
+from ..transfer.messages import (
+    Finish,
+)
+from ..transfer.sampling_params import SamplingParams
 
 
 def finish_reason(params: SamplingParams, output: Sequence[int], eos_token_ids: frozenset[int]) -> Finish:

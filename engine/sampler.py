@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..transfer.messages import SamplingParams
+from ..transfer.sampling_params import SamplingParams
 
 NOT_FINITE = -1
 """Stands for the token of a row whose logits hold NaN or +inf, or nothing but -inf."""

@@ -1,15 +1,15 @@
 """The gateway. Life of a request here, by the file that it meets:
 
 1. `asgi.py` reads the body and gives the request an id; `app.py` knows which path is answered by what.
-2. `parsing.py` validates it, templates and tokenises it once, in a thread (`text.py` holds the tokenizer). From here
-   on it is a `ParsedRequest`: token ids and parameters.
+2. `api/parsing.py` validates it, templates and tokenises it once, in a thread (`api/text.py` holds the tokenizer).
+   From here on it is a `ParsedRequest`: token ids and parameters.
 3. `generate.py` makes one `Request` of every prompt, and watches the connection beside them.
 4. `limits.py`: the request waits in the queue, holding nothing. `dispatch.py` takes it out when `router.py` finds a
    pair of workers with room for it among those that `pool.py` knows to be alive (`membership.py` let them in).
 5. `request.py` asks decode for a reservation, sends the prompt to prefill, and accepts tokens, each once and in order.
    A worker that fails or dies costs an attempt; the next one starts from the tokens accepted so far.
-6. `reply.py` turns tokens into text, finds stop strings, and fills the response that `responses.py` words; a client
-   that does not read is cut off, one that went away is cancelled at both workers.
+6. `reply.py` turns tokens into text, finds stop strings, and fills the response that `api/responses.py` words; a
+   client that does not read is cut off, one that went away is cancelled at both workers.
 7. `metrics.py` counts how it ended. Until then the status code is open: headers go out with the first token.
 
 Beside it: `__main__.py`, `config.py` and `server.py` (the process), `up.py`, `launch.py` and `supervisor.py` (a whole

@@ -17,8 +17,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from .api.errors import ApiError
 from .api_keys import client_of
-from .errors import ApiError
 from .pool import Pool
 from .request import Request
 from .worker import Worker

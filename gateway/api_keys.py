@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..transfer.errors import ConfigError
-from .errors import ApiError
+from .api.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # what probes of an orchestrator ask, without a secret
 CLIENT_STATE = "client"  # in the ASGI scope's state

@@ -16,14 +16,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..engine.config import package_version
-from ..transfer.messages import MAX_TOKENS_IN_REQUEST, Family
+from ..transfer.messages import (
+    Family,
+)
+from ..transfer.sampling_params import MAX_TOKENS_IN_REQUEST
 from .admin import Admin
-from .errors import ApiError, model_not_found
+from .api.errors import ApiError, model_not_found
+from .api.parsed_request import ModelLimits
+from .api.parsing import parse_chat, parse_completion
 from .generate import Frontend, Generate
 from .membership import ModelIdentity
 from .metrics import printable
-from .parsed_request import ModelLimits
-from .parsing import parse_chat, parse_completion
 from .pool import Pool
 from .request import failed, unavailable
 from .worker import Worker

@@ -11,9 +11,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError
+from .api.errors import ApiError
+from .api.responses import CONTENT_TYPE_STREAM, error_event
 from .reply import EventBuffer
-from .responses import CONTENT_TYPE_STREAM, error_event
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_STATE = "request_id"  # in the ASGI scope's state: what logs call the request

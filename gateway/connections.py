@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from .api.errors import ApiError
 from .asgi import AbortableProtocol
-from .errors import ApiError
 
 GOODBYE_S = 1.0  # how long a refused client may take to read why
 SEND_BUFFER_BYTES = 256 * 1024

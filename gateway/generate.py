@@ -19,15 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.lifetime import Event, Lifetime
 from .admin import LiveRequests
+from .api.errors import ApiError
+from .api.parsed_request import ModelLimits, ParsedRequest
+from .api.text import Tokenizer
 from .api_keys import client_of
 from .asgi import REQUEST_ID_STATE, Bodies, ClientGone, Responder
 from .dispatch import Dispatcher
-from .errors import ApiError
 from .metrics import GatewayMetrics, Outcome, outcome_of
-from .parsed_request import ModelLimits, ParsedRequest
 from .reply import Reply, SlowReader
 from .request import Job, Request, failed, unavailable
-from .text import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..transfer.messages import Finish
-from .parsed_request import ParsedRequest
-from .responses import ChoiceResult, StreamWriter, Usage, new_reply_id, whole_response
-from .text import ChoiceText, Tokenizer
+from .api.parsed_request import ParsedRequest
+from .api.responses import ChoiceResult, StreamWriter, Usage, new_reply_id, whole_response
+from .api.text import ChoiceText, Tokenizer
 
 MAX_UNSENT_BYTES = 1024 * 1024  # events one connection may have waiting before its client counts as not reading
 NO_USAGE = Usage(0, 0, 0)  # where the writer is known not to look at it

@@ -31,12 +31,12 @@ from ..transfer.messages import (
     Prefill,
     Reserve,
     Reserved,
-    SamplingParams,
 )
+from ..transfer.sampling_params import SamplingParams
+from .api.errors import ApiError, invalid
 from .attempt import AttemptOver, RetryKind, ending
 from .choice import ChoiceState
 from .dispatch import Dispatcher, NoWorkers, Overloaded, Placement, PromptTooLong, Wanted
-from .errors import ApiError, invalid
 from .limits import QueueFull
 from .worker import Event, NewToken
 

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from ..engine.checkpoint import fingerprint, resolve
 from ..engine.model_directory import read_json
 from ..transfer.channel import is_loopback
+from .api.text import Tokenizer
 from .api_keys import ApiKeys, keys_in_force
 from .app import App, LimitsInForce, reports
 from .asgi import Bodies, RequestIds
@@ -37,7 +38,6 @@ from .membership import ModelIdentity
 from .metrics import GatewayMetrics
 from .pool import Pool
 from .router import POLICIES
-from .text import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_source_file_of_the_rooms_and_nothing_else(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = {f"pdserve/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
+    sources = {f"pdserve/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     assert packed == sources
 
 

@@ -29,10 +29,10 @@ from pdserve.transfer.messages import (
     Registered,
     Reserve,
     Reserved,
-    SamplingParams,
     Tokens,
     WorkerHeartbeat,
 )
+from pdserve.transfer.sampling_params import SamplingParams
 from tests.engine.tiny_models import build, load
 
 WAIT_S = 20.0

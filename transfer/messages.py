@@ -18,14 +18,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .layout import KVLayout
-
-MAX_TOKENS_IN_REQUEST = 4_000_000
-
-CLOSED = ConfigDict(extra="forbid")
+from .sampling_params import CLOSED, MAX_TOKENS_IN_REQUEST, SamplingParams, Token
 
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 WorkerId = Annotated[str, Field(min_length=1, max_length=160, pattern=r"^[^#\s]+#[0-9a-f]{8}$")]
@@ -35,7 +32,6 @@ Address = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Attempt = Annotated[int, Field(ge=1, le=1 << 20)]
 Choice = Annotated[int, Field(ge=0, le=127)]
-Token = Annotated[int, Field(ge=0, le=1 << 31)]
 TokenList = Annotated[list[Token], Field(max_length=MAX_TOKENS_IN_REQUEST)]
 Seconds = Annotated[float, Field(ge=0, le=1e7)]
 Live = Annotated[list[tuple[RequestId, Attempt]], Field(max_length=1_000_000)]
@@ -43,31 +39,6 @@ Role = Literal["prefill", "decode"]
 Finish = Literal["", "stop", "length"]
 
 LocalPrefill = Literal["never", "auto", "idle", "always"]
-
-
-@dataclass(frozen=True, config=CLOSED)
-class SamplingParams:
-    """How the tokens of one choice are picked. Everything is resolved: the gateway filled in defaults and seed.
-
-    `top_k` 0 means off. `seed` is the noise key: the noise of a token depends on (seed, choice, position) only.
-    `min_tokens` bars EOS and `stop_token_ids` until that many tokens are out.
-    """
-
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)]
-    temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=1 << 31)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e4)] = 1.0
-    frequency_penalty: Annotated[float, Field(ge=-1e4, le=1e4)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-1e4, le=1e4)] = 0.0
-    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-1e4, le=1e4)]], Field(max_length=1024)] = Field(
-        default_factory=dict
-    )
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_IN_REQUEST)] = 0
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[list[Token], Field(max_length=1024)] = Field(default_factory=list)
 
 
 class Message:

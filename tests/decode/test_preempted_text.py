@@ -11,7 +11,10 @@ from pdserve.engine.block_pool import BlockPool, root_key
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model import LoadedModel
 from pdserve.engine.setup import Engine
-from pdserve.transfer.messages import Reserve, SamplingParams
+from pdserve.transfer.messages import (
+    Reserve,
+)
+from pdserve.transfer.sampling_params import SamplingParams
 from tests.engine.tiny_models import build, load, prompts
 
 BLOCK_SIZE = 4

@@ -9,7 +9,10 @@ from pdserve.decode.preemption import SwapSpace
 from pdserve.decode.scheduler import DecodeLimits, Plan, Scheduler
 from pdserve.decode.sequence import Sequence, State
 from pdserve.engine.block_pool import BlockPool, root_key
-from pdserve.transfer.messages import Reserve, SamplingParams
+from pdserve.transfer.messages import (
+    Reserve,
+)
+from pdserve.transfer.sampling_params import SamplingParams
 
 EOS = frozenset({0})
 PREFILL = "prefill-0#00000000"

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pdserve.engine.request import finish_reason
-from pdserve.transfer.messages import SamplingParams
+from pdserve.transfer.sampling_params import SamplingParams
 
 EOS = frozenset({2, 7})
 STOP = 5

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.sampler import NOT_FINITE, SampleRow, _draw, gumbel, noise_words, sample, survivors
-from pdserve.transfer.messages import SamplingParams
+from pdserve.transfer.sampling_params import SamplingParams
 
 EOS = frozenset({2})
 VOCAB = 12

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from pdserve.gateway.text import Tokenizer
+from pdserve.gateway.api.text import Tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -18,7 +18,7 @@ from pdserve.gateway.membership import ModelIdentity
 from pdserve.gateway.pool import Pool
 from pdserve.gateway.request import Job, Request
 from pdserve.gateway.router import POLICIES
-from pdserve.transfer.messages import SamplingParams
+from pdserve.transfer.sampling_params import SamplingParams
 from tests.gateway.fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
 
 NO_OBJECTIVES = Objectives()

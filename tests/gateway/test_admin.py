@@ -11,9 +11,9 @@ import pytest
 from starlette.applications import Starlette
 
 from pdserve.gateway.admin import Admin, LiveRequests
+from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.api_keys import CLIENT_STATE
 from pdserve.gateway.app import on_api_error
-from pdserve.gateway.errors import ApiError
 from pdserve.transfer.messages import Drain
 from tests.gateway.harness import System, running_system, until
 

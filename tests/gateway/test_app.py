@@ -21,10 +21,10 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 
+from pdserve.gateway.api.text import Tokenizer
 from pdserve.gateway.config import GatewayConfig
 from pdserve.gateway.listener import bind
 from pdserve.gateway.server import Server, build_app, eos_token_ids, http_server
-from pdserve.gateway.text import Tokenizer
 from pdserve.transfer.messages import Cancel, Failed, Prefill, Reserve
 from tests.gateway.conftest import save_tokenizer
 from tests.gateway.fake_worker import MODEL, counter, token_at

@@ -15,9 +15,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from pdserve.gateway import connections
+from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.asgi import Bodies, ClientGone, Responder
 from pdserve.gateway.connections import ConnectionLimits
-from pdserve.gateway.errors import ApiError
 from pdserve.gateway.listener import bind
 from pdserve.gateway.server import Server, http_server
 from tests.gateway.harness import until

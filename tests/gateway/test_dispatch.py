@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.dispatch import BACKLOG_PROMPTS, Objectives
-from pdserve.gateway.errors import ApiError
 from pdserve.transfer.messages import FirstTokens, Prefill, Reserve
 from tests.gateway.fake_worker import FakePrefill, token_at
 from tests.gateway.harness import System, expected, running_system, until

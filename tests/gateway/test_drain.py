@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.gateway.errors import ApiError
+from pdserve.gateway.api.errors import ApiError
 from pdserve.transfer.messages import Failed, Prefill, Reserve
 from tests.gateway.harness import System, expected, running_system, until
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.dispatch import Objectives
-from pdserve.gateway.errors import ApiError
 from pdserve.transfer.messages import Message, Prefill
 from tests.gateway.fake_worker import FakeDecode, FakePrefill, FakeWorker
 from tests.gateway.harness import Sink, System, running_system

@@ -12,7 +12,16 @@ import pytest
 from pdserve.gateway.membership import succession
 from pdserve.gateway.worker import Leg, Lost, NewToken
 from pdserve.transfer.channel import Dealer, FrameCounts
-from pdserve.transfer.messages import Drain, Gone, Peers, Register, Registered, Reserve, SamplingParams, Tokens
+from pdserve.transfer.messages import (
+    Drain,
+    Gone,
+    Peers,
+    Register,
+    Registered,
+    Reserve,
+    Tokens,
+)
+from pdserve.transfer.sampling_params import SamplingParams
 from tests.gateway.fake_worker import FakeDecode, FakePrefill, layout
 from tests.gateway.harness import System, running_system, until
 

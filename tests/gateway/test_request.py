@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.gateway.errors import ApiError
+from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.request import Request, State
 from pdserve.gateway.worker import Lost, NewToken
 from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Prefill, Reserve, Reserved, Tokens

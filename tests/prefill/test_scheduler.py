@@ -7,7 +7,10 @@ import pytest
 from pdserve.engine.block_pool import BlockPool, root_key
 from pdserve.prefill.prompt import State, Work
 from pdserve.prefill.scheduler import PrefillLimits, Scheduler
-from pdserve.transfer.messages import Prefill, SamplingParams
+from pdserve.transfer.messages import (
+    Prefill,
+)
+from pdserve.transfer.sampling_params import SamplingParams
 from pdserve.transfer.sender import Outgoing
 
 DECODE = "decode-0#00000000"

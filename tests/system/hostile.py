@@ -39,12 +39,12 @@ from pdserve.transfer.messages import (
     Registered,
     Reserve,
     Reserved,
-    SamplingParams,
     Slab,
     Tokens,
     Welcome,
     WorkerHeartbeat,
 )
+from pdserve.transfer.sampling_params import SamplingParams
 from tests.system.harness import Gateway, Launch, eventually
 from tests.system.tiny_model import random_prompt
 

@@ -34,11 +34,11 @@ from pdserve.transfer.messages import (
     Registered,
     Reserved,
     Sample,
-    SamplingParams,
     Slab,
     Tokens,
     WorkerHeartbeat,
 )
+from pdserve.transfer.sampling_params import SamplingParams
 from pdserve.transfer.slab import checksum, token_checksum
 from tests.system.client import Refused
 from tests.system.harness import Gateway, Launch, eventually, free_port

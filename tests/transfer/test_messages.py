@@ -13,10 +13,10 @@ from pdserve.transfer.messages import (
     Handoff,
     Register,
     Reserve,
-    SamplingParams,
     Slab,
     Tokens,
 )
+from pdserve.transfer.sampling_params import SamplingParams
 
 LAYOUT = KVLayout("f" * 64, "float32", (LayerShape(3, 64, 64), LayerShape(3, 64, 32)))
 PARAMS = SamplingParams(max_tokens=5, seed=2**64 - 1, logit_bias={7: -1.5})

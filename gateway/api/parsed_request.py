@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..transfer.messages import SamplingParams
+from ...transfer.sampling_params import SamplingParams
 from .text import TextOptions
 
 Kind = Literal["chat", "completion"]

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.checkpoint import resolve
-from pdserve.gateway.detokenize import LocalText, WindowText, byte_level_bytes
-from pdserve.gateway.errors import ApiError
-from pdserve.gateway.text import ChoiceText, TextOptions, Tokenizer
+from pdserve.gateway.api.detokenize import LocalText, WindowText, byte_level_bytes
+from pdserve.gateway.api.errors import ApiError
+from pdserve.gateway.api.text import ChoiceText, TextOptions, Tokenizer
 from pdserve.transfer.errors import CheckpointError, ConfigError
 
 KINDS = [

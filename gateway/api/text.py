@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..transfer.errors import CheckpointError, ConfigError, UnsupportedModel
-from ..transfer.messages import Finish
+from ...transfer.errors import CheckpointError, ConfigError, UnsupportedModel
+from ...transfer.messages import Finish
 from .detokenize import (
     BYTE_TOKEN,
     ByteLevelText,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.errors import ApiError
-from pdserve.gateway.parsed_request import ModelLimits, ParsedRequest
-from pdserve.gateway.parsing import parse_chat, parse_completion
-from pdserve.gateway.text import TextOptions, Tokenizer
+from pdserve.gateway.api.errors import ApiError
+from pdserve.gateway.api.parsed_request import ModelLimits, ParsedRequest
+from pdserve.gateway.api.parsing import parse_chat, parse_completion
+from pdserve.gateway.api.text import TextOptions, Tokenizer
 
 LIMITS = ModelLimits(names=("demo", "alias"), max_model_len=256, pool_tokens=200)
 HELLO = [{"role": "user", "content": "hello"}]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..transfer.messages import SamplingParams
+from ...transfer.sampling_params import SamplingParams
 from .chat_messages import template_messages
 from .errors import ApiError, invalid, model_not_found, not_supported
 from .json_body import load_object

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..transfer.messages import Finish
+from ...transfer.messages import Finish
 from .errors import ApiError
 from .parsed_request import Kind, ParsedRequest
 

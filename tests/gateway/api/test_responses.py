@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from pdserve.gateway.errors import ApiError
-from pdserve.gateway.parsed_request import Kind, ParsedRequest
-from pdserve.gateway.responses import ChoiceResult, StreamWriter, Usage, error_event, new_reply_id, whole_response
-from pdserve.gateway.text import TextOptions
-from pdserve.transfer.messages import SamplingParams
+from pdserve.gateway.api.errors import ApiError
+from pdserve.gateway.api.parsed_request import Kind, ParsedRequest
+from pdserve.gateway.api.responses import ChoiceResult, StreamWriter, Usage, error_event, new_reply_id, whole_response
+from pdserve.gateway.api.text import TextOptions
+from pdserve.transfer.sampling_params import SamplingParams
 
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=4)
 NASTY = 'quote " back \\ line \n sep \u2028 nel \x85 nul \x00 你好 👩\u200d👧 \ufffd'

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.stop_strings import StopScanner
-from pdserve.gateway.text import ChoiceText, TextOptions, Tokenizer
+from pdserve.gateway.api.stop_strings import StopScanner
+from pdserve.gateway.api.text import ChoiceText, TextOptions, Tokenizer
 
 
 def naive_cut(text: str, stops: Sequence[str], include_stop: bool, floor: int = 0) -> tuple[str, str | None]:
