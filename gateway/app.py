@@ -24,11 +24,13 @@ from .admin import Admin
 from .api.errors import ApiError, model_not_found
 from .api.parsed_request import ModelLimits
 from .api.parsing import parse_chat, parse_completion
+from .api.tokenizing import detokenize, tokenize
 from .generate import Frontend, Generate
 from .membership import ModelIdentity
 from .metrics import printable
 from .pool import Pool
 from .request import failed, unavailable
+from .tokenize_endpoints import TextEndpoint, Turns
 from .worker import Worker
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,12 +72,15 @@ class App:
     debug_endpoints: bool = False
 
     def build(self) -> ASGIApp:
+        turns = Turns()
         app = FastAPI(
             title="pdserve",
             openapi_url=None,  # requests are validated by our own schemas, for OpenAI's error shape
             routes=[
                 Route("/v1/chat/completions", Generate(self.frontend, parse_chat), methods=["POST"]),
                 Route("/v1/completions", Generate(self.frontend, parse_completion), methods=["POST"]),
+                Route("/tokenize", TextEndpoint(self.frontend, tokenize, turns), methods=["POST"]),
+                Route("/detokenize", TextEndpoint(self.frontend, detokenize, turns), methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/health", self.health),

@@ -50,7 +50,7 @@ class Bodies:
         content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
         media_type = content_type.partition(";")[0].strip().lower()
         if media_type not in JSON_TYPES and not media_type.endswith("+json"):
-            text = f"The body must be application/json, not {media_type:.100}."
+            text = f"Send the body as JSON, with the header Content-Type: application/json (not {media_type:.100})."
             raise ApiError(415, text, code="unsupported_media_type")
         length = header(scope, b"content-length") or b"0"
         if length.isdigit() and int(length) > self._max_bytes:

@@ -37,6 +37,7 @@ class UpConfig:
     api_keys: str | None = None
     shutdown_s: float = 3.0
     drain_timeout_s: float | None = None
+    death_bound_s: float | None = None
     local_prefill: str | None = None
     chat_template: str | None = None
     link: str | None = None
@@ -104,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument(
         "--drain-timeout-s", type=float, metavar="S", help="time for a drained worker's requests to finish or to move"
     )
+    limits.add_argument("--death-bound-s", type=float, metavar="S", help="a process silent for longer is dead")
     limits.add_argument("--check-invariants", action="store_true", help="prove the block pools right at every step")
     logs = parser.add_argument_group("logs")
     logs.add_argument("--version", action="version", version=f"pdserve {package_version()}")
@@ -169,6 +171,7 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         trust_remote_code=config.trust_remote_code,
         log_level=config.log_level,
         log_json=config.log_json,
+        death_bound_s=config.death_bound_s,
         exit_with_parent=os.getpid(),
     )
     gateway = common + _flags(

@@ -102,10 +102,7 @@ def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> 
 def _validate(schema: type[Request], body: bytes, limits: ModelLimits) -> Request:
     """The body as `schema`, its model known, none of its fields one that is not supported."""
     fields = load_object(body)
-    try:
-        request = schema.model_validate(fields)
-    except ValidationError as error:
-        raise _from_validation(error) from None
+    request = _validated(schema, fields)
     model = fields["model"]
     if model not in limits.names:
         raise model_not_found(model)
@@ -113,6 +110,18 @@ def _validate(schema: type[Request], body: bytes, limits: ModelLimits) -> Reques
         if name in schema.model_fields and name in fields and not asks_nothing(fields[name]):
             raise not_supported(name)
     return request
+
+
+def _validated(schema: type[Request], fields: dict[str, Any]) -> Request:
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+
+
+def validate(schema: type[Request], body: bytes) -> Request:
+    """The body as `schema`. Raises ApiError 400 naming the first field that is wrong."""
+    return _validated(schema, load_object(body))
 
 
 def _from_validation(error: ValidationError) -> ApiError:
@@ -138,10 +147,10 @@ def _prompts(request: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[lis
 def _check_prompt(prompt: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
     if not prompt:
         raise invalid(f"{param}: there must be at least one token.", param)
-    _check_tokens((min(prompt), max(prompt)), tokenizer, param)
+    check_tokens((min(prompt), max(prompt)), tokenizer, param)
 
 
-def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
+def check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
     for token in tokens:
         if not 0 <= token < tokenizer.vocab_size:
             raise invalid(f"{param}: token id {token!s:.40} is not in 0…{tokenizer.vocab_size - 1}.", param)
@@ -187,7 +196,7 @@ def _parsed(
         raise invalid("stream_options is only allowed when stream is true.", "stream_options")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     logit_bias = _logit_bias(request, tokenizer)
-    _check_tokens(request.stop_token_ids, tokenizer, "stop_token_ids")
+    check_tokens(request.stop_token_ids, tokenizer, "stop_token_ids")
     return ParsedRequest(
         kind=kind,
         model=request.model,
@@ -241,6 +250,6 @@ def _logit_bias(request: CommonRequest, tokenizer: Tokenizer) -> dict[int, float
         param = f"logit_bias.{key:.40}"
         if not (key.isascii() and key.isdecimal() and len(key) <= 20):
             raise invalid(f"{param}: the key must be a token id.", param)
-        _check_tokens([int(key)], tokenizer, param)
+        check_tokens([int(key)], tokenizer, param)
         result[int(key)] = bias
     return result

@@ -76,9 +76,9 @@ class Tokenizer:
         self._byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self._anchor = self._find_anchor() if self._kind == "local" else None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids as `tokenizer(text).input_ids`: with BOS when the model wants one."""
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._hf(
@@ -98,6 +98,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids as `apply_chat_template(messages, tokenize=True)`. Raises ApiError 400 naming the field."""
         if self._hf.chat_template is None:
@@ -117,8 +118,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is foreign code and may raise anything on messages it did not expect
             raise invalid(f"The chat template refused the messages: {_one_line(error)}", "messages") from error
-        # The template writes the special tokens itself; adding them here would double BOS.
-        return self._encode(text, add_special_tokens=False)
+        # The template writes the special tokens itself: adding them here, too, doubles BOS.
+        return self._encode(text, add_special_tokens)
 
     def knows_role(self, role: str) -> bool:
         """Does the chat template name this role?"""
@@ -128,6 +129,10 @@ class Tokenizer:
         """The text of `ids`; `clean_up_tokenization_spaces` is off here and everywhere."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Each token's entry in the vocabulary; "" where the vocabulary has none."""
+        return [self._backend.id_to_token(token) or "" for token in ids]
 
     def incremental(self, *, skip_special_tokens: bool) -> TokenText:
         """A fresh incremental decoder whose pieces add up to `decode` of the same ids."""

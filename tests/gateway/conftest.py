@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -147,3 +150,17 @@ def tokenizers(tokenizer_dirs: dict[str, Path]) -> dict[str, Tokenizer]:
 def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     """The kind that matters most."""
     return tokenizers["byte_level"]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory that a gateway can start on: everything but sensible weights."""
+    path = save_tokenizer(tmp_path_factory.mktemp("model") / "m", "byte_level")
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500, "eos_token_id": [2]}))
+    save_file({"w": np.zeros(4, dtype=np.float32)}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_text(model_dir: Path) -> Tokenizer:
+    return Tokenizer(model_dir)

@@ -10,80 +10,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
-from safetensors.numpy import save_file
 
 from pdserve.gateway.api.text import Tokenizer
-from pdserve.gateway.config import GatewayConfig
-from pdserve.gateway.listener import bind
-from pdserve.gateway.server import Server, build_app, eos_token_ids, http_server
+from pdserve.gateway.server import eos_token_ids
 from pdserve.transfer.messages import Cancel, Failed, Prefill, Reserve
-from tests.gateway.conftest import save_tokenizer
 from tests.gateway.fake_worker import MODEL, counter, token_at
-from tests.gateway.harness import System, running_system, until
+from tests.gateway.harness import until
+from tests.gateway.site import Site, running_site
 
 COMPLETION = {"model": MODEL, "prompt": list(range(1, 41)), "max_tokens": 10}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10}
 IDS = [token_at(40 + i) for i in range(10)]
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory that a gateway can start on: everything but sensible weights."""
-    path = save_tokenizer(tmp_path_factory.mktemp("model") / "m", "byte_level")
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500, "eos_token_id": [2]}))
-    save_file({"w": np.zeros(4, dtype=np.float32)}, path / "model.safetensors")
-    return path
-
-
-@pytest.fixture(scope="session")
-def text(model_dir: Path) -> Tokenizer:
-    return Tokenizer(model_dir)
-
-
-@dataclass
-class Site:
-    """A gateway with its HTTP server, in this process."""
-
-    system: System
-    server: Server
-    serving: asyncio.Task[None]
-    client: httpx.AsyncClient
-    port: int
-    tokenizer: Tokenizer
-
-    async def metric(self, name: str) -> float:
-        page = (await self.client.get("/metrics")).text
-        return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + " "))
-
-    def text_of(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
 @pytest.fixture
-async def site(tmp_path: Path, model_dir: Path, text: Tokenizer) -> AsyncIterator[Site]:
-    config = GatewayConfig(model="m", names=(MODEL,), max_body_bytes=100_000, shutdown_s=1.0)
-    async with running_system(tmp_path) as system:
-        object.__setattr__(system.pool._identity, "path", str(model_dir))
-        with ThreadPoolExecutor(1) as threads:
-            app = build_app(config, system.pool._identity, system.pool, text, threads)
-            listener = bind("127.0.0.1", 0)
-            port = listener.getsockname()[1]
-            server = http_server(app, config.shutdown_s)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) as client:
-                await until(lambda: server.started)
-                yield Site(system, server, serving, client, port, text)
-            server.request_stop()
-            await serving
+async def site(tmp_path: Path, model_dir: Path, model_text: Tokenizer) -> AsyncIterator[Site]:
+    async with running_site(tmp_path, model_dir, model_text, max_body_bytes=100_000, shutdown_s=1.0) as site:
+        yield site
 
 
 def events(body: str) -> list[Any]:
@@ -466,5 +415,3 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     assert eos_token_ids(tmp_path) == frozenset()
-
-

@@ -96,6 +96,7 @@ def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
         ("--max-model-len=512", "512", "512", "512"),
         ("--served-model-name=tiny", "tiny", "tiny", "tiny"),
         ("--log-level=debug", "debug", "debug", "debug"),
+        ("--death-bound-s=7.0", "7.0", "7.0", "7.0"),
         ("--max-queue=7", "7", None, None),
         ("--queue-timeout-s=2.5", "2.5", None, None),
         ("--local-prefill=never", "never", None, None),
