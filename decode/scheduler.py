@@ -7,7 +7,7 @@ of blocks is never a victim, so something always progresses; and a request that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from ..engine.block_pool import BlockPool, BlockTable
@@ -31,6 +31,7 @@ class DecodeLimits:
     vocab_size: int = 1 << 31
     local_tokens: int = 32
     transfer_deadline_s: float = 30.0
+    let_go_deadline_s: float = 3.0  # between slabs that prefill has handed to the link
     preemption: PreemptionMode = "auto"
 
 
@@ -160,7 +161,21 @@ class Scheduler:
 
     def progress(self, sequence: Sequence, now: float) -> None:
         """A slab came, or prefill said it is still at it."""
+        sequence.begun = True
+        self._rearm(sequence, now)
+
+    def _rearm(self, sequence: Sequence, now: float) -> None:
         sequence.deadline = now + self._limits.transfer_deadline_s
+
+    def listed(self, prefill: str, live: Collection[Key], now: float) -> None:
+        """A prefill worker says what it is at. What it has let go of is here by now, or nearly so, or was lost."""
+        for sequence in self.in_state(State.RECEIVING):
+            if sequence.prefill != prefill:
+                continue
+            if sequence.key in live:
+                self.progress(sequence, now)
+            elif sequence.begun:
+                sequence.deadline = min(sequence.deadline, now + self._limits.let_go_deadline_s)
 
     # --- one turn --------------------------------------------------------------------------------------------
 
@@ -260,7 +275,7 @@ class Scheduler:
         if not local:
             self._reservations += 1
             sequence.reservation = self._reservations
-            self.progress(sequence, now)
+            self._rearm(sequence, now)
 
     # --- what a step or a handoff brought ------------------------------------------------------------------------
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..engine.block_pool import BlockTable
-from ..transfer.messages import (
-    LocalPrefill,
-)
+from ..transfer.messages import LocalPrefill
 from ..transfer.sampling_params import SamplingParams
 
 Key = tuple[str, int]  # (request id, attempt)
@@ -45,6 +43,7 @@ class Sequence:
     unwanted: set[int] = field(default_factory=set)  # choices cancelled before they stood for themselves
     reservation: int = 0
     announced: bool = False  # the gateway has been told of the reservation
+    begun: bool = False  # prefill has said or shown that it is at it
     deadline: float = 0.0
     state: State = State.WAITING
     tokens: list[int] = field(init=False)

@@ -281,11 +281,11 @@ class DecodeWorker:
                 self._metrics.transfer_bytes.labels("zmq").inc(received.payload.nbytes)
                 self._scheduler.progress(sequence, time.monotonic())
             else:
-                self._hand_over(sequence, message, self._receiver.complete(entry, message))
+                self._hand_over(sequence, message, self._receiver.complete(entry))
         except TransferError as error:
             self._frames.drop(error.reason)
             self._intake.tell_gone(received.sender, *key)
-            self._fail(key, error.reason, str(error), retryable=True)
+            self._fail(key, error.reason, error.detail, retryable=True)
 
     def _hand_over(self, sequence: Sequence, message: Handoff, elapsed_s: float) -> None:
         """The prompt's KV is whole: every choice starts from the token prefill sampled for it."""
@@ -306,11 +306,9 @@ class DecodeWorker:
 
     def _heard_from_peer(self, identity: str, heartbeat: PeerHeartbeat) -> None:
         """Prefill lists what it is working on: that is progress. What we do not know it must stop."""
-        now = time.monotonic()
+        self._scheduler.listed(heartbeat.worker, set(heartbeat.live), time.monotonic())
         for key in heartbeat.live:
-            if (sequence := self._scheduler.receiving(key)) is not None and sequence.prefill == heartbeat.worker:
-                self._scheduler.progress(sequence, now)
-            elif key not in self._members.owner:
+            if key not in self._members.owner:
                 self._intake.tell_gone(identity, *key)
         live = [s.key for s in self._scheduler if s.state is State.RECEIVING and s.prefill == heartbeat.worker]
         self._intake.heartbeat(identity, self._members.worker, live)

@@ -276,7 +276,7 @@ class Pool:
             return
         if namesake is not None:
             what_to_do = succession(message, namesake.register, now - namesake.last_heard)
-            if what_to_do == "refuse":
+            if what_to_do == "refuse" and self._is_alive(namesake, now):
                 text = f"a live worker has this name already: {namesake.id} (pid {namesake.register.pid})"
                 self._router.send(sender, RegistrationDenied(text, fatal=True))
             if what_to_do != "replace":

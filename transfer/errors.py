@@ -46,11 +46,12 @@ class RegistrationRefused(PdserveError):
 
 
 class TransferError(PdserveError):
-    """The KV of one attempt is unusable; `reason` labels the metric."""
+    """The KV of one attempt is unusable; `reason` labels the metric, `detail` says what was found."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.detail = detail
 
 
 class OutOfBlocks(PdserveError):

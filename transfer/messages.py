@@ -340,14 +340,13 @@ class Slab(Message):
 
 @dataclass(frozen=True, config=CLOSED)
 class Handoff(Message):
-    """Behind the last slab: the next token of every choice, under a checksum. Decode owns the request from here."""
+    """Behind the last slab: the next token of every choice. Decode owns the request from here."""
 
     request: RequestId
     attempt: Attempt
     reservation: Count
     tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
     elapsed_s: Seconds  # from the first slab to this message, at the sender
-    checksum: Annotated[int, Field(ge=0, lt=1 << 64)]  # of the tokens
 
 
 @dataclass(frozen=True, config=CLOSED)

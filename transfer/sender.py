@@ -36,7 +36,7 @@ from .messages import (
     Slab,
     Welcome,
 )
-from .slab import KVStore, checksum, token_checksum
+from .slab import KVStore, checksum
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Outgoing:
     def hand_off(self, tokens: list[int]) -> None:
         """Behind the last slab: decode owns the request from here."""
         elapsed_s = 0.0 if self.started_at is None else time.monotonic() - self.started_at
-        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s, token_checksum(tokens))
+        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s)
         self.link.send_bulk(handoff)
 
     def abort(self, reason: str) -> None:

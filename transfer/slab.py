@@ -5,7 +5,6 @@ Layout of a payload: K as [tokens, kv_heads, k_head_dim], then V as [tokens, kv_
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,11 +25,6 @@ class KVStore(Protocol):
     ) -> None:
         """Copy a payload of exactly the right size into the blocks."""
         ...
-
-
-def token_checksum(tokens: Sequence[int]) -> int:
-    """XXH3-64 of token ids as 64-bit little-endian numbers."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(tokens)}q", *tokens))
 
 
 def cut_slab(payload: memoryview, layout: KVLayout, layer: int, num_tokens: int, first: int) -> memoryview:

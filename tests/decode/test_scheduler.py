@@ -322,6 +322,21 @@ def test_a_reservation_without_progress_expires_and_one_with_progress_does_not()
     assert [s.request for s in scheduler.expired(6.0)] == ["b"]
 
 
+def test_what_prefill_has_let_go_of_is_waited_for_only_a_little_longer() -> None:
+    scheduler, _ = make(transfer_deadline_s=30.0, let_go_deadline_s=3.0)
+    rig = Rig(scheduler)
+    for name in "abc":
+        scheduler.add(reserve(name, [ord(name)] * 4, prefill=PREFILL, local_prefill="never"), rig.now)
+    rig.turn()
+    scheduler.listed(PREFILL, {("a", 1), ("b", 1)}, 1.0)
+    assert scheduler.expired(5.0) == []
+    scheduler.listed(PREFILL, {("a", 1)}, 2.0)  # `b` has been handed to the link; `c` was never begun
+    scheduler.listed("prefill-9#00000000", set(), 2.0)  # it has nothing to do with these
+    assert [s.request for s in scheduler.expired(5.5)] == ["b"]
+    scheduler.progress(scheduler.find(("b", 1))[0], 5.0)  # a slab came after all
+    assert scheduler.expired(8.0) == []
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_limit() -> None:
     scheduler, _ = make(num_blocks=4, block_size=4, max_model_len=30)
     for max_tokens, limit in ((7, "16"), (21, "30")):

@@ -305,7 +305,7 @@ async def test_garbage_and_forged_identities_are_counted_and_change_nothing(syst
     def counted() -> bool:
         for dealer in (forger, decode_twin.dealer):
             dealer.flush()  # what was written before the connection stood
-        return min(dropped[reason] for reason in ("identity", "unregistered", "parts", "malformed")) > 0
+        return min(dropped[reason] for reason in ("identity", "unregistered", "parts", "checksum")) > 0
 
     await until(counted)
     assert list(system.pool.workers) == [decode.worker]

@@ -20,7 +20,7 @@ import msgpack
 import zmq
 
 from pdserve.transfer.channel import FrameCounts, Router
-from pdserve.transfer.codec import encode
+from pdserve.transfer.codec import SCHEMA_VERSION, encode, seal
 from pdserve.transfer.messages import (
     Abort,
     Busy,
@@ -230,22 +230,22 @@ def frames(layout: Any) -> list[list[bytes]]:
         Leaving(worker),
         Hello(worker, layout, "zmq"),
         PeerHeartbeat(worker, [("r", 1)] * 5000),
-        Handoff("r", 1, HUGE, [1 << 31] * 128, 1e7, 0),
+        Handoff("r", 1, HUGE, [1 << 31] * 128, 1e7),
         Abort("r", 1, HUGE, "z"),
         Credit(HUGE),
         Cancel("r", 1),
         Welcome(worker, HUGE),
     ]
-    header = {"v": 1, "t": "Credit"}
+    header = {"v": SCHEMA_VERSION, "t": "Credit"}
     broken: list[object] = [
         {**header, "consumed_bytes": -1},
         {**header, "consumed_bytes": 1 << 63},
         {**header, "consumed_bytes": float("nan")},
         {**header, "consumed_bytes": "1"},
         {**header, "consumed_bytes": 1, "more": 1},
-        {**header, "v": 2},
-        {"v": 1, "t": "Nothing"},
-        {"v": 1, "t": ["Credit"]},
+        {**header, "v": SCHEMA_VERSION + 1},
+        {"v": SCHEMA_VERSION, "t": "Nothing"},
+        {"v": SCHEMA_VERSION, "t": ["Credit"]},
         [1, 2, 3],
         {1: {2: {3: None}}},
     ]
@@ -253,11 +253,13 @@ def frames(layout: Any) -> list[list[bytes]]:
     promised = b"\xdd\xff\xff\xff\xff"  # an array of 2^32 - 1 elements, of which none comes
     return [
         *([encode(message)] for message in valid),
-        *([msgpack.packb(body)] for body in broken),
+        *([seal(msgpack.packb(body))] for body in broken),
+        [msgpack.packb({**header, "consumed_bytes": 1})],
         [pickle.dumps(os.getcwd)],
-        [nested],
-        [promised],
-        [b"\xc6\xff\xff\xff\xff"],
+        [seal(nested)],
+        [seal(promised)],
+        [seal(b"\xc6\xff\xff\xff\xff")],
+        [encode(valid[0])[:-1] + b"\0"],
         [b""],
         [b"a"] * 50,
         [encode(Slab("r", 1, 1, 0, 0, 1, 0))],

@@ -39,7 +39,7 @@ from pdserve.transfer.messages import (
     WorkerHeartbeat,
 )
 from pdserve.transfer.sampling_params import SamplingParams
-from pdserve.transfer.slab import checksum, token_checksum
+from pdserve.transfer.slab import checksum
 from tests.system.client import Refused
 from tests.system.harness import Gateway, Launch, eventually, free_port
 from tests.system.hostile import (
@@ -148,7 +148,7 @@ def test_parts_without_end_do_not_fill_the_memory(target: Target, port: str) -> 
 
 # --- those who were let in ---------------------------------------------------------------------------------------
 
-MANY = ([5] * 128, 0.0, token_checksum([5] * 128))  # tokens, seconds and checksum of a handoff
+MANY = ([5] * 128, 0.0)  # tokens and seconds of a handoff
 
 
 def test_absurd_orders_of_a_gateway_that_was_let_in_harm_nobody_else(target: Target) -> None:
@@ -215,7 +215,7 @@ def test_slabs_replayed_reordered_or_wrong_are_counted_and_never_become_a_text(t
         "short": lambda r, n: [[slab(r, n, 0, 0, 16)[0], b"x"]],
         "too far": lambda r, n: [slab(r, n, 0, 0, 4000)],
         "no such layer": lambda r, n: [[encode(Slab(r, 1, n, 1023, 0, 1, 0)), b"x" * 64]],
-        "early handoff": lambda r, n: [slab(r, n, *good[0]), [encode(Handoff(r, 1, n, [5], 0.0, token_checksum([5])))]],
+        "early handoff": lambda r, n: [slab(r, n, *good[0]), [encode(Handoff(r, 1, n, [5], 0.0))]],
         "many tokens": lambda r, n: [*(slab(r, n, *g) for g in good), [encode(Handoff(r, 1, n, *MANY))]],
         "old reservation": lambda r, n: [slab(r, n + 1, *g) for g in good],
     }

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from pdserve.transfer.channel import Dealer, FrameCounts, Received, Router, check_exposed, runtime_directory
-from pdserve.transfer.codec import encode
+from pdserve.transfer.codec import encode, seal
 from pdserve.transfer.errors import ConfigError
 from pdserve.transfer.messages import Cancel, Credit, Slab
 
@@ -79,9 +79,10 @@ def test_messages_wait_in_order_until_the_peer_is_there(context: zmq.Context, ad
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ([b"\x00garbage"], "malformed"),
-        ([b"\x80\x04\x95pickle"], "malformed"),
-        ([b""], "malformed"),
+        ([b"\x00garbage"], "checksum"),
+        ([b""], "checksum"),
+        ([seal(b"\x80\x04\x95pickle")], "malformed"),
+        ([seal(b"")], "malformed"),
         ([encode(Credit(1)), b"extra"], "parts"),
         ([encode(Slab("r", 1, 1, 0, 0, 1, 0))], "parts"),
         ([b"a", b"b", b"c", b"d"], "parts"),

@@ -128,7 +128,7 @@ def test_a_stranger_who_sends_refuse_is_cut_and_counted(context: zmq.Context[Any
             router.socket.poll(20)
             list(router.receive())
         assert counts.dropped["flood"] == 1, address
-        assert counts.dropped["malformed"] + counts.dropped["stranger_flood"] > guard.OFFENCES_ALLOWED
+        assert counts.dropped["checksum"] + counts.dropped["stranger_flood"] > guard.OFFENCES_ALLOWED
 
 
 def test_a_trickle_of_refuse_is_forgiven(context: zmq.Context[Any], tmp_path: Path) -> None:

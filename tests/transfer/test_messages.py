@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.transfer.codec import SCHEMA_VERSION, decode, encode
+from pdserve.transfer.codec import SCHEMA_VERSION, SEAL_BYTES, decode, encode, seal
 from pdserve.transfer.errors import LayoutMismatch, ProtocolError
 from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.messages import (
@@ -25,7 +25,7 @@ EXAMPLES = [
     Reserve("r", 1, [1, 2], [[], [3]], [False, True], PARAMS, "p#00000000", "auto", "", "salt", -3, 1.5),
     Tokens([("r", 1, 0, 4, 99, "stop")]),
     Slab("r", 1, 7, 0, 16, 4, 2**64 - 1),
-    Handoff("r", 1, 7, [3], 0.25, 2**64 - 1),
+    Handoff("r", 1, 7, [3], 0.25),
     Cancel("r", 2),
     Cancel("r", 2, 1),
 ]
@@ -38,8 +38,19 @@ def test_a_message_survives_the_wire(message) -> None:
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_protocol_error(frame: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(frame)
+    for harmed in (frame, seal(frame)):
+        with pytest.raises(ProtocolError):
+            decode(harmed)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_one_flipped_bit_is_a_protocol_error(message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    bit = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(ProtocolError) as caught:
+        decode(bytes(frame))
+    assert caught.value.reason == "checksum"
 
 
 json_like = st.recursive(
@@ -57,10 +68,10 @@ json_like = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_a_field_of_any_other_value_is_valid_or_a_protocol_error(message, data: st.DataObject) -> None:
-    body = msgpack.unpackb(encode(message), strict_map_key=False)
+    body = msgpack.unpackb(encode(message)[:-SEAL_BYTES], strict_map_key=False)
     field = data.draw(st.sampled_from(sorted(body)))
     body[field] = data.draw(json_like)
-    frame = msgpack.packb(body)
+    frame = seal(msgpack.packb(body))
     try:
         decode(frame)
     except ProtocolError as error:
@@ -76,20 +87,20 @@ def test_a_field_of_any_other_value_is_valid_or_a_protocol_error(message, data: 
 def test_unknown_and_absurd_fields_are_refused(change: dict[str, object]) -> None:
     body = {"v": SCHEMA_VERSION, "t": "Cancel", "request": "r", "attempt": 1, "choice": None, **change}
     with pytest.raises(ProtocolError) as caught:
-        decode(msgpack.packb(body))
+        decode(seal(msgpack.packb(body)))
     assert caught.value.reason == "invalid_field"
     assert next(iter(change)) in str(caught.value)
 
 
 def test_another_schema_version_is_refused() -> None:
     with pytest.raises(ProtocolError) as caught:
-        decode(msgpack.packb({"v": SCHEMA_VERSION + 1, "t": "Cancel", "request": "r", "attempt": 1}))
+        decode(seal(msgpack.packb({"v": SCHEMA_VERSION + 1, "t": "Cancel", "request": "r", "attempt": 1})))
     assert caught.value.reason == "version"
 
 
 def test_deeply_nested_input_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
-        decode(b"\x91" * 100_000 + b"\xc0")
+        decode(seal(b"\x91" * 100_000 + b"\xc0"))
 
 
 @pytest.mark.parametrize(
