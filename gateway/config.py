@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +13,7 @@ from ..engine.config import add_common_arguments
 from ..transfer.channel import check_exposed, runtime_directory
 from ..transfer.errors import ConfigError
 from ..transfer.keys import Curve, load_keys
+from .front_flags import FrontConfig, add_front_arguments, front_config
 from .router import LocalPrefillMode, PolicyName
 
 
@@ -41,6 +42,7 @@ class GatewayConfig:
     max_connections: int = 4096
     api_keys: Path | None = None
     curve: Curve | None = None
+    front: FrontConfig = field(default_factory=FrontConfig)
 
     def control_address(self, port: int) -> str:
         """Where workers connect, given the HTTP port that was bound in the end."""
@@ -72,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-connections", type=int, default=defaults.max_connections, help="open at a time; the next one gets a 503"
     )
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help="let only these in (`pdserve keys api NAME`)")
+    add_front_arguments(parser)
     parser.add_argument(
         "--death-bound-s", type=float, default=defaults.death_bound_s, help="a worker silent for longer is dead"
     )
@@ -128,5 +131,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         max_connections=args.max_connections,
         api_keys=args.api_keys,
         curve=curve,
+        front=front_config(args),
     )
     return config, args

@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,15 +25,20 @@ from .api.errors import ApiError
 from .api.parsed_request import ModelLimits, ParsedRequest
 from .api.text import Tokenizer
 from .api_keys import client_of
-from .asgi import REQUEST_ID_STATE, Bodies, ClientGone, Responder
+from .asgi import Bodies, ClientGone, Responder
 from .dispatch import Dispatcher
 from .metrics import GatewayMetrics, Outcome, outcome_of
+from .rate_limit_gate import ticket_of
+from .rate_limits import UNSTATED_OUTPUT_TOKENS
 from .reply import Reply, SlowReader
 from .request import Job, Request, failed, unavailable
+from .request_log import MAX_PROMPT_TOKENS, RequestRecord, record_of
 
 log = logging.getLogger(__name__)
 
 STOPPING_GRACE_S = 1.0
+
+T = TypeVar("T")
 
 Parse = Callable[[bytes, Tokenizer, ModelLimits], ParsedRequest]
 
@@ -47,6 +54,7 @@ class Frontend:
     metrics: GatewayMetrics
     threads: Executor  # for parsing
     bodies: Bodies
+    request_timeout_s: float | None = None
     live: LiveRequests = field(default_factory=LiveRequests)
 
 
@@ -79,24 +87,31 @@ class Generate:
             metrics.requests.labels(outcome.value).inc()
             lifetime.finish(outcome.value)
             metrics.observe(lifetime)
+            record_of(scope).note_end(lifetime, outcome.value)
 
     async def _answer(self, scope: Scope, receive: Receive, responder: Responder, lifetime: Lifetime) -> Outcome:
         frontend = self._frontend
-        request_id: str = scope["state"][REQUEST_ID_STATE]
+        request_id = responder.request_id
         unsent: Callable[[], bytes] = bytes
         try:
-            body = await frontend.bodies.read(scope, receive)
-            parsed = await asyncio.get_running_loop().run_in_executor(
-                frontend.threads, self._parse, body, frontend.tokenizer, frontend.limits()
-            )
-            reply = Reply(parsed, frontend.tokenizer)
-            unsent = reply.events.take_now
-            await self._generate(parsed, client_of(scope), reply, receive, responder, lifetime)
+            ticket = ticket_of(scope)
+            ticket.expect_tokens()
+            async with time_limit(frontend.request_timeout_s):
+                body = await frontend.bodies.read(scope, receive)
+                parsed = await self._in_thread(self._parse, body, frontend.tokenizer, frontend.limits())
+                await self._note(record_of(scope), parsed)
+                reply = Reply(parsed, frontend.tokenizer)
+                ticket.reserve(tokens_to_reserve(parsed), functools.partial(tokens_used, parsed, reply, lifetime))
+                unsent = reply.events.take_now
+                try:
+                    await self._generate(parsed, client_of(scope), reply, receive, responder, lifetime)
+                finally:
+                    record_of(scope).note_reply(reply)
         except ApiError as error:
             if error.status >= 500:
                 log.warning("%s: answered %d: %s", request_id, error.status, error.message)
             await responder.fail(error, unsent())
-            return outcome_of(error.status)
+            return outcome_of(error.status, error.code)
         except ClientGone:
             log.info("%s: the client closed its connection", request_id)
             return Outcome.DISCONNECT
@@ -105,6 +120,14 @@ class Generate:
             await responder.abort()
             return Outcome.DISCONNECT
         return Outcome.OK
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._frontend.threads, function, *arguments)
+
+    async def _note(self, record: RequestRecord, parsed: ParsedRequest) -> None:
+        record.note_parsed(parsed)
+        if record.wants_prompts:
+            record.note_prompts(await self._in_thread(texts_of, parsed, self._frontend.tokenizer))
 
     async def _generate(
         self,
@@ -151,6 +174,35 @@ class Generate:
         )
         frontend = self._frontend
         return Request(job, frontend.dispatcher, reply, lifetime, frontend.metrics, frontend.eos_token_ids)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """Raises ApiError 504 when what is inside takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        text = f"The request took longer than {seconds:g} s."
+        raise ApiError(504, text, type="server_error", code="timeout") from None
+
+
+def tokens_to_reserve(parsed: ParsedRequest) -> int:
+    """Of its client's tokens per minute: the prompts, and the longest answers that may come."""
+    most = None if parsed.max_tokens_given else UNSTATED_OUTPUT_TOKENS
+    longest = sum(params.max_tokens if most is None else min(params.max_tokens, most) for params in parsed.params)
+    return parsed.prompt_tokens + parsed.n * longest
+
+
+def tokens_used(parsed: ParsedRequest, reply: Reply, lifetime: Lifetime) -> int:
+    """Nothing, if no worker ever took the request."""
+    return parsed.prompt_tokens + reply.completion_tokens if lifetime.at(Event.RESERVED) is not None else 0
+
+
+def texts_of(parsed: ParsedRequest, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(ids[:MAX_PROMPT_TOKENS], skip_special_tokens=False) for ids in parsed.prompts]
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..engine.checkpoint import served_name
 from ..engine.config import LOG_LEVELS, package_version
 from ..transfer.errors import ConfigError
+from .front_flags import add_front_arguments, front_config
 from .supervisor import ChildSpec
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -38,6 +39,12 @@ class UpConfig:
     shutdown_s: float = 3.0
     drain_timeout_s: float | None = None
     death_bound_s: float | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    request_timeout_s: float | None = None
+    cors_origin: tuple[str, ...] = ()
+    log_prompts: bool = False
     local_prefill: str | None = None
     chat_template: str | None = None
     link: str | None = None
@@ -99,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--tpot-slo-s", type=float, metavar="S", help="run no more than get a token each in this")
     limits.add_argument("--max-connections", type=int, metavar="N", help="open at a time; the next one gets a 503")
     limits.add_argument("--api-keys", metavar="FILE", help="let only these in (see `pdserve keys api NAME`)")
+    add_front_arguments(limits)
     limits.add_argument(
         "--shutdown-s", type=float, default=UpConfig.shutdown_s, metavar="S", help="time for open requests at Ctrl-C"
     )
@@ -120,6 +128,7 @@ def parse_config(argv: Sequence[str]) -> UpConfig:
     args = build_parser().parse_args(argv)
     if args.aggregated:
         args.prefill = 0
+    front_config(args)  # here already: a gateway that is started would only say so and be started again
     config = UpConfig(**{field.name: getattr(args, field.name) for field in fields(UpConfig)})
     if config.prefill < 0 or config.decode < 1:
         raise ConfigError(f"--prefill {config.prefill} --decode {config.decode}: at least one decode worker is needed")
@@ -186,6 +195,12 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         shutdown_s=config.shutdown_s,
         chat_template=config.chat_template,
         debug_endpoints=config.debug_endpoints,
+        requests_per_minute=config.requests_per_minute,
+        tokens_per_minute=config.tokens_per_minute,
+        max_concurrent=config.max_concurrent,
+        request_timeout_s=config.request_timeout_s,
+        cors_origin=config.cors_origin,
+        log_prompts=config.log_prompts,
     )
     worker = common + _flags(
         gateway=controls,

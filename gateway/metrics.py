@@ -29,16 +29,20 @@ class Outcome(Enum):
     OK = "ok"
     INVALID = "invalid"  # 4xx: the client's fault
     QUEUE_FULL = "queue_full"  # 429
+    RATE_LIMITED = "rate_limited"  # 429 for more tokens than its client may use
     UNAVAILABLE = "unavailable"  # 503
     DISCONNECT = "disconnect"  # the client went away, or was cut off for not reading
+    TIMEOUT = "timeout"  # 504
     ERROR = "error"  # 5xx: ours
     SHUTDOWN = "shutdown"  # cut off because the gateway stops
 
 
-OUTCOME_OF_STATUS = {429: Outcome.QUEUE_FULL, 503: Outcome.UNAVAILABLE}
+OUTCOME_OF_STATUS = {429: Outcome.QUEUE_FULL, 503: Outcome.UNAVAILABLE, 504: Outcome.TIMEOUT}
 
 
-def outcome_of(status: int) -> Outcome:
+def outcome_of(status: int, code: str | None = None) -> Outcome:
+    if code == "rate_limit_exceeded":
+        return Outcome.RATE_LIMITED
     return OUTCOME_OF_STATUS.get(status, Outcome.INVALID if status < 500 else Outcome.ERROR)
 
 
@@ -71,6 +75,11 @@ class GatewayMetrics:
         )
         self.prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens of finished requests", registry=registry)
         self.generated_tokens = Counter("pdserve_generated_tokens", "Tokens accepted", registry=registry)
+        self.rate_limited = Counter(
+            "pdserve_rate_limited", "HTTP requests beyond a limit of their client", ["limit"], registry=registry
+        )
+        for limit in ("requests", "tokens", "concurrency"):
+            self.rate_limited.labels(limit)
         for outcome in Outcome:
             self.requests.labels(outcome.value)
         for kind in get_args(RetryKind):
@@ -79,6 +88,9 @@ class GatewayMetrics:
 
     def count_retry(self, kind: str) -> None:
         self.retries.labels(kind).inc()
+
+    def count_rate_limited(self, limit: str) -> None:
+        self.rate_limited.labels(limit).inc()
 
     def observe(self, lifetime: Lifetime) -> None:
         """Note every latency of a request that has ended, as far as it got."""

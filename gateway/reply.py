@@ -99,6 +99,11 @@ class Reply:
         return Usage(self._parsed.prompt_tokens, self.completion_tokens, self.count_cached())
 
     @property
+    def finishes(self) -> Sequence[Finish]:
+        """Each choice's finish reason, "" while it has none."""
+        return self._finishes
+
+    @property
     def completion_tokens(self) -> int:
         return sum(text.num_tokens for text in self._texts)
 

@@ -25,12 +25,13 @@ from ..engine.checkpoint import fingerprint, resolve
 from ..engine.model_directory import read_json
 from ..transfer.channel import is_loopback
 from .api.text import Tokenizer
-from .api_keys import ApiKeys, keys_in_force
+from .api_keys import keys_in_force
 from .app import App, LimitsInForce, reports
-from .asgi import Bodies, RequestIds
+from .asgi import Bodies
 from .config import GatewayConfig
 from .connections import ConnectionLimits, Connections, LimitedProtocol, allow_open_files
 from .dispatch import Dispatcher, Objectives
+from .front import in_front
 from .generate import Frontend
 from .limits import AdmissionQueue
 from .listener import bind, stop_handshakes
@@ -124,10 +125,11 @@ def build_app(
         metrics=GatewayMetrics(pool.frames, lambda: reports(pool)),
         threads=threads,
         bodies=Bodies(config.max_body_bytes),
+        request_timeout_s=config.front.request_timeout_s,
     )
     app = App(identity, pool, frontend, int(time.time()), config.debug_endpoints).build()
     keys = keys_in_force(config.api_keys, os.environ)
-    return RequestIds(app if keys is None else ApiKeys(app, keys))
+    return in_front(app, keys, config.front, frontend.metrics)
 
 
 def http_server(app: ASGIApp, shutdown_s: float, limits: ConnectionLimits | None = None) -> Server:

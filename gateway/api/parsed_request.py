@@ -47,6 +47,7 @@ class ParsedRequest:
     echo_texts: tuple[str, ...]
     cache_salt: str
     priority: int
+    max_tokens_given: bool = True  # else the client leaves the length of the answer to the model
 
     @property
     def num_choices(self) -> int:

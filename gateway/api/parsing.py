@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -70,7 +71,8 @@ def parse_chat(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Parsed
     limit_field = "max_tokens" if plain else "max_completion_tokens"
     asked = request.max_tokens if plain else request.max_completion_tokens
     max_tokens = _resolve_max_tokens(len(prompt), asked, None, limits, "messages", limit_field)
-    return _parsed("chat", request, [prompt], [max_tokens], (), tokenizer)
+    parsed = _parsed("chat", request, [prompt], [max_tokens], (), tokenizer)
+    return replace(parsed, max_tokens_given=asked is not None)
 
 
 def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:

@@ -122,6 +122,8 @@ def test_the_file_keeps_no_key(key_file: Path) -> None:
         (f"a:{'0' * 64}\na:{'1' * 64}", "line 2"),
         (f"a:{'0' * 64}\nb:{'0' * 64}", "line 2"),
         ("# nobody\n", "no API key"),
+        (f"\na:{'0' * 64} rpm=5", "line 2.*rpm=5"),
+        (f"a:{'0' * 64} max-concurrent=0", "line 1.*max-concurrent=0"),
     ],
 )
 def test_a_bad_file_is_one_clear_error(tmp_path: Path, text: str, problem: str) -> None:
@@ -133,11 +135,17 @@ def test_a_bad_file_is_one_clear_error(tmp_path: Path, text: str, problem: str) 
         read_api_keys(tmp_path / "nothing")
 
 
+def test_limits_may_stand_behind_a_key(key_file: Path) -> None:
+    key_file.write_text(f"{line_for('alice', ALICE)}\n{line_for('bob', BOB)}  max-concurrent=3 tokens-per-minute=none")
+    limits = {key.name: key.limits for key in read_api_keys(key_file).values()}
+    assert limits == {"alice": {}, "bob": {"max_concurrent": 3, "tokens_per_minute": None}}
+
+
 def test_the_probe_of_up_gets_in_and_only_where_keys_are_asked_for(key_file: Path) -> None:
     assert keys_in_force(None, {PROBE_VARIABLE: "p"}) is None
     with_probe = keys_in_force(key_file, {PROBE_VARIABLE: "p"})
     assert with_probe is not None
-    assert sorted(with_probe.values()) == ["alice", "bob", "up"]
+    assert sorted(key.name for key in with_probe.values()) == ["alice", "bob", "up"]
     assert keys_in_force(key_file, {}) == read_api_keys(key_file)
 
 

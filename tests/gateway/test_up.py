@@ -97,6 +97,11 @@ def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
         ("--served-model-name=tiny", "tiny", "tiny", "tiny"),
         ("--log-level=debug", "debug", "debug", "debug"),
         ("--death-bound-s=7.0", "7.0", "7.0", "7.0"),
+        ("--requests-per-minute=60", "60", None, None),
+        ("--tokens-per-minute=9000", "9000", None, None),
+        ("--max-concurrent=4", "4", None, None),
+        ("--request-timeout-s=7.0", "7.0", None, None),
+        ("--cors-origin=https://a.example", "https://a.example", None, None),
         ("--max-queue=7", "7", None, None),
         ("--queue-timeout-s=2.5", "2.5", None, None),
         ("--local-prefill=never", "never", None, None),
@@ -128,6 +133,13 @@ def test_a_switch_for_workers_reaches_both_pools_and_not_the_gateway(flag: str) 
 @pytest.mark.parametrize("flag", ["--trust-remote-code", "--log-json"])
 def test_a_switch_for_all_reaches_all(flag: str) -> None:
     assert all(flag in command for command in commands(flag).values())
+
+
+def test_every_origin_reaches_the_gateway_and_prompts_are_logged_there_only_when_asked_for() -> None:
+    gateway = commands("--cors-origin=https://a", "--cors-origin=http://b:1", "--log-prompts")["gateway"]
+    assert [gateway[i + 1] for i, word in enumerate(gateway) if word == "--cors-origin"] == ["https://a", "http://b:1"]
+    assert "--log-prompts" in gateway
+    assert not {"--cors-origin", "--log-prompts"} & set(commands()["gateway"])
 
 
 def test_block_sizes_and_pool_sizes_are_set_per_side() -> None:
@@ -172,6 +184,12 @@ def test_workers_share_cores_only_when_they_must_and_the_pools_never_with_two_co
         (["--port", "70000"], "--port 70000"),
         (["--port", "65535", "--gateways", "2"], "--port 65535"),
         (["--gateways", "0"], "--gateways 0"),
+        (["--requests-per-minute", "0"], "--requests-per-minute 0"),
+        (["--tokens-per-minute", "-5"], "--tokens-per-minute -5"),
+        (["--max-concurrent", "0"], "--max-concurrent 0"),
+        (["--request-timeout-s", "nan"], "--request-timeout-s nan"),
+        (["--cors-origin", "example.org"], "--cors-origin example.org"),
+        (["--cors-origin", "https://example.org/"], "--cors-origin https://example.org/"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_by_name(flags: list[str], named: str) -> None:

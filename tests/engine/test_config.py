@@ -1,0 +1,40 @@
+"""What all processes share: here, how they log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.engine.config import LogEvent, setup_logging
+
+FIELDS = {"id": "a-1", "status": 200, "e2e_s": 0.25, "name": 'two words\n"', "empty": "", "texts": ["a", "b c"]}
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_kept() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_an_event_is_one_line_of_names_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", as_json=False)
+    logging.getLogger("x").info(LogEvent("request", FIELDS))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        'INFO x: request id=a-1 status=200 e2e_s=0.25 name="two words\\n\\"" empty="" texts=["a", "b c"]'
+    )
+
+
+def test_an_event_s_fields_are_members_of_the_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", as_json=True)
+    logging.getLogger("x").info(LogEvent("request", FIELDS))
+    (line,) = capsys.readouterr().err.splitlines()
+    entry = json.loads(line)
+    assert {name: entry[name] for name in FIELDS} == FIELDS
+    assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "x")
