@@ -1,5 +1,6 @@
 """The gateway. Life of a request here, by the file that it meets:
 
+0. `front.py` lists what it passes first: the request log, CORS, API keys, the limits of its client.
 1. `asgi.py` reads the body and gives the request an id; `app.py` knows which path is answered by what.
 2. `api/parsing.py` validates it, templates and tokenises it once, in a thread (`api/text.py` holds the tokenizer).
    From here on it is a `ParsedRequest`: token ids and parameters.

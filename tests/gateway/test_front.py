@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from pdserve.engine.config import LogEvent
 from pdserve.gateway.api.text import Tokenizer
 from pdserve.gateway.api_keys import line_for, new_key
+from pdserve.gateway.config import parse_arguments
 from pdserve.gateway.front_flags import FrontConfig
 from pdserve.gateway.rate_limit_gate import account_name
 from pdserve.gateway.rate_limits import ClientLimits
@@ -57,6 +59,16 @@ def key_file(tmp_path: Path) -> Path:
     ]
     path.write_text("\n".join(lines))
     return path
+
+
+def test_every_flag_is_a_setting_and_all_are_off_without_it() -> None:
+    flags = [
+        "--requests-per-minute=5", "--tokens-per-minute=600", "--max-concurrent=7", "--request-timeout-s=2.5",
+        "--cors-origin=*", "--cors-origin=http://localhost:3000", "--log-prompts",
+    ]  # fmt: skip
+    expected = FrontConfig(ClientLimits(5, 600, 7), 2.5, ("*", "http://localhost:3000"), True)
+    assert parse_arguments(["--model=m", *flags])[0].front == expected
+    assert parse_arguments(["--model=m"])[0].front == FrontConfig()
 
 
 async def complete(site: Site, key: str = "", **fields: Any) -> httpx.Response:
@@ -181,6 +193,22 @@ async def test_each_key_has_its_own_limits_and_the_flags_are_for_the_others(site
         free = [await complete(site, CAROL) for _ in range(3)]
         assert [(answer.status_code, limit_headers(answer)) for answer in free] == [(200, {})] * 3
         assert (await complete(site, "wrong")).status_code == 401
+
+
+async def test_openais_client_waits_as_it_is_told_and_gives_up_on_what_can_never_fit(sites: Sites) -> None:
+    async with sites(limits=ClientLimits(tokens_per_minute=3000)) as site:
+        await site.system.pair()
+        assert (await complete(site, prompt=[[1] * 970] * 3)).status_code == 200
+        url = f"http://127.0.0.1:{site.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=2) as client:
+            for _ in range(2):
+                answer = await client.completions.create(model=MODEL, prompt=[1] * 70, max_tokens=10)
+                assert answer.choices[0].finish_reason == "length"
+            refused_before = await site.metric('pdserve_rate_limited_total{limit="tokens"}')
+            assert refused_before >= 1
+            with pytest.raises(openai.RateLimitError, match="limit 3000"):
+                await client.completions.create(model=MODEL, prompt=[1] * 70, max_tokens=600, n=5)
+            assert await site.metric('pdserve_rate_limited_total{limit="tokens"}') == refused_before + 1
 
 
 async def test_without_limits_no_header_is_sent(sites: Sites) -> None:
