@@ -1,4 +1,4 @@
-"""For operators: POST /admin/drain/{worker}, and GET /debug/requests where it is switched on.
+"""For operators: POST /admin/drain/{worker} and /admin/aliases/{name}; GET /debug/requests where it is switched on.
 
 Only a client on this machine may ask, or one with an API key named `admin`. Where API keys are on, one is needed in
 either case: who passes here has passed that door. The body must be declared as JSON, which no page of another site can
@@ -17,13 +17,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .api.errors import ApiError
+from .aliases import BadWeights
+from .api.errors import ApiError, invalid
+from .api.json_body import load_object
 from .api_keys import client_of
+from .asgi import Bodies, ClientGone
+from .models import Models
 from .pool import Pool
 from .request import Request
 from .worker import Worker
 
 ADMIN_CLIENT = "key:admin"
+MAX_BODY_BYTES = 64 * 1024
 
 
 @dataclass
@@ -54,20 +59,30 @@ def require_operator(request: HttpRequest) -> None:
         raise ApiError(403, text, code="forbidden")
 
 
+def require_json(request: HttpRequest) -> None:
+    """Raise ApiError 415 unless the body is declared as JSON."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "The request must be declared as application/json.", code="unsupported_media_type")
+
+
 @dataclass(frozen=True)
 class Admin:
     pool: Pool
     live: LiveRequests
+    models: Models
+    bodies: Bodies = field(default_factory=lambda: Bodies(MAX_BODY_BYTES))
 
     def routes(self, *, debug: bool) -> list[Route]:
-        routes = [Route("/admin/drain/{name}", self.drain, methods=["POST"])]
+        routes = [
+            Route("/admin/drain/{name}", self.drain, methods=["POST"]),
+            Route("/admin/aliases/{name:path}", self.weigh, methods=["POST"]),
+        ]
         return routes + ([Route("/debug/requests", self.requests)] if debug else [])
 
     async def drain(self, request: HttpRequest) -> Response:
         """Have a worker (by name, or by full id) take nothing new and leave. Asking again changes nothing."""
         require_operator(request)
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "The request must be declared as application/json.", code="unsupported_media_type")
+        require_json(request)
         name: str = request.path_params["name"]
         worker = next((w for w in self.pool.workers.values() if name in (w.name, w.id)), None)
         if worker is None:
@@ -75,6 +90,23 @@ class Admin:
             raise ApiError(404, f"There is no worker {name!r:.200} here; registered: {known}.", code="worker_not_found")
         self.pool.dismiss(worker)
         return JSONResponse({"worker": worker.id, "state": worker.state, "inflight": len(worker.legs)}, 202)
+
+    async def weigh(self, request: HttpRequest) -> Response:
+        """Set the weights of an alias, all of them: `{"v1": 90, "v2": 10}`. Requests under way stay where they are."""
+        require_operator(request)
+        require_json(request)
+        name: str = request.path_params["name"]
+        if name not in self.models.aliases:
+            known = ", ".join(self.models.aliases) or "none"
+            raise ApiError(404, f"There is no alias {name!r:.200} here; there are: {known}.", code="alias_not_found")
+        try:
+            weights = load_object(await self.bodies.read(request.scope, request.receive))
+            alias = self.models.set_weights(name, weights)
+        except BadWeights as error:
+            raise invalid(f"{error}.", None) from None
+        except ClientGone:
+            raise invalid("The client closed its connection.", None) from None
+        return JSONResponse({"alias": alias.name, "weights": alias.weights})
 
     async def requests(self, request: HttpRequest) -> Response:
         """Every live request: what it waits for, and who holds what of it."""

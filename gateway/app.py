@@ -16,18 +16,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..engine.config import package_version
-from ..transfer.messages import (
-    Family,
-)
-from ..transfer.sampling_params import MAX_TOKENS_IN_REQUEST
 from .admin import Admin
 from .api.errors import ApiError, model_not_found
-from .api.parsed_request import ModelLimits
 from .api.parsing import parse_chat, parse_completion
 from .api.tokenizing import detokenize, tokenize
 from .generate import Frontend, Generate
-from .membership import ModelIdentity
-from .metrics import printable
+from .metrics import Report, printable
+from .models import Models
 from .pool import Pool
 from .request import failed, unavailable
 from .tokenize_endpoints import TextEndpoint, Turns
@@ -36,40 +31,26 @@ from .worker import Worker
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class LimitsInForce:
-    """What requests may ask for, from the workers registered now; while there are none, what was true last."""
-
-    def __init__(self, pool: Pool, names: tuple[str, ...], max_model_len: int | None) -> None:
-        self._pool = pool
-        self._max_model_len = max_model_len or MAX_TOKENS_IN_REQUEST
-        self._last = ModelLimits(names, self._max_model_len, self._max_model_len)
-
-    def __call__(self) -> ModelLimits:
-        decode = list(self._pool.by_role("decode"))
-        if decode:
-            longest = min(w.register.max_model_len for w in self._pool.workers.values())
-            self._last = ModelLimits(
-                self._last.names, min(longest, self._max_model_len), max(w.capacity_tokens for w in decode)
-            )
-        return self._last
-
-
-def reports(pool: Pool) -> Iterable[tuple[str, str, list[Family]]]:
-    """(name, role, metric families) of every worker."""
+def reports(pool: Pool) -> Iterable[Report]:
+    """What every worker has counted."""
     for worker in pool.workers.values():
         if worker.heartbeat is not None:
-            yield worker.name, worker.register.role, [f for f in worker.heartbeat.metrics if printable(f)]
+            labels = {"worker": worker.name, "role": worker.register.role, "model": worker.model}
+            yield Report(labels, [family for family in worker.heartbeat.metrics if printable(family)])
 
 
 @dataclass(frozen=True)
 class App:
     """Everything behind the routes."""
 
-    identity: ModelIdentity
     pool: Pool
     frontend: Frontend
     started_at: int
     debug_endpoints: bool = False
+
+    @property
+    def models(self) -> Models:
+        return self.frontend.models
 
     def build(self) -> ASGIApp:
         turns = Turns()
@@ -81,14 +62,14 @@ class App:
                 Route("/v1/completions", Generate(self.frontend, parse_completion), methods=["POST"]),
                 Route("/tokenize", TextEndpoint(self.frontend, tokenize, turns), methods=["POST"]),
                 Route("/detokenize", TextEndpoint(self.frontend, detokenize, turns), methods=["POST"]),
-                Route("/v1/models", self.models),
-                Route("/v1/models/{name:path}", self.model),
+                Route("/v1/models", self.list_models),
+                Route("/v1/models/{name:path}", self.show_model),
                 Route("/health", self.health),
                 Route("/ready", self.ready),
                 Route("/version", self.version),
                 Route("/metrics", self.metrics),
                 Route("/pools", self.pools),
-                *Admin(self.pool, self.frontend.live).routes(debug=self.debug_endpoints),
+                *Admin(self.pool, self.frontend.live, self.models).routes(debug=self.debug_endpoints),
             ],
             exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_fault},
         )
@@ -97,10 +78,19 @@ class App:
     async def health(self, _: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ready(self, _: HttpRequest) -> Response:
-        if not self.frontend.dispatcher.can_serve:
-            raise unavailable("No set of workers that could serve is up.", "no_worker")
-        return JSONResponse({"status": "ready"})
+    async def ready(self, request: HttpRequest) -> Response:
+        """Can any model be served? With `?model=NAME`: can that one, or for an alias every one that has a weight?"""
+        ready, name = self.models.ready, request.query_params.get("model")
+        if name is None:
+            if not ready:
+                raise unavailable("No set of workers that could serve is up.", "no_worker")
+        else:
+            wanted = self.models.behind(name)
+            if not wanted:
+                raise model_not_found(name)
+            if missing := [model.name for model in wanted if model.name not in ready]:
+                raise unavailable(f"No worker that could serve {missing[0]!r:.200} is up.", "no_worker")
+        return JSONResponse({"status": "ready", "models": ready})
 
     async def version(self, _: HttpRequest) -> Response:
         return JSONResponse({"version": package_version()})
@@ -108,24 +98,26 @@ class App:
     async def metrics(self, _: HttpRequest) -> Response:
         return Response(self.frontend.metrics.page(), media_type=METRICS_TYPE)
 
-    async def models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.identity.names]})
+    async def list_models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.models.names]})
 
-    async def model(self, request: HttpRequest) -> Response:
+    async def show_model(self, request: HttpRequest) -> Response:
         name: str = request.path_params["name"]
-        if name not in self.identity.names:
+        if name not in self.models.names:
             raise model_not_found(name)
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, object]:
-        known = any(self.pool.by_role("decode"))
+        """For an alias: the files of the model that most requests go to, and the length that each one takes."""
+        models = self.models.behind(name)
+        lengths = [m.limits(()).max_model_len for m in models if any(self.pool.by_role("decode", m.name))]
         return {
             "id": name,
             "object": "model",
             "created": self.started_at,
             "owned_by": "pdserve",
-            "root": self.identity.path,
-            "max_model_len": self.frontend.limits().max_model_len if known else None,
+            "root": models[0].identity.path,
+            "max_model_len": min(lengths, default=None),
         }
 
     async def pools(self, _: HttpRequest) -> Response:
@@ -135,7 +127,8 @@ class App:
             {
                 "gateway": self.pool.gateway_id,
                 "control_address": self.pool.address,
-                "queued": len(self.frontend.dispatcher.queue),
+                "queued": sum(len(model.dispatcher.queue) for model in self.models.served.values()),
+                "aliases": {alias.name: dict(alias.weights) for alias in self.models.aliases.values()},
                 "workers": [describe(worker, now) for worker in workers],
             }
         )

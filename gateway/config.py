@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from ..engine.checkpoint import served_name
 from ..engine.config import add_common_arguments
 from ..transfer.channel import check_exposed, runtime_directory
 from ..transfer.errors import ConfigError
 from ..transfer.keys import Curve, load_keys
+from .aliases import Alias
 from .front_flags import FrontConfig, add_front_arguments, front_config
+from .model_flags import ModelSource, add_model_arguments, add_per_model, aliases_of, models_of, per_model
 from .router import LocalPrefillMode, PolicyName
 
 
@@ -21,8 +22,8 @@ from .router import LocalPrefillMode, PolicyName
 class GatewayConfig:
     """`listen`: where workers connect; None stands for an ipc socket of this user's, named after the port."""
 
-    model: str
-    names: tuple[str, ...]
+    models: tuple[ModelSource, ...]
+    aliases: tuple[Alias, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     listen: str | None = None
@@ -32,9 +33,9 @@ class GatewayConfig:
     tpot_slo_s: float | None = None
     local_prefill: LocalPrefillMode = "auto"
     router_policy: PolicyName = "prefix_aware"
-    chat_template: Path | None = None
+    chat_templates: Mapping[str, Path] = field(default_factory=dict)  # by the model's name
     trust_remote_code: bool = False
-    max_model_len: int | None = None
+    max_model_lens: Mapping[str, int] = field(default_factory=dict)
     max_body_bytes: int = 32 * 1024 * 1024
     death_bound_s: float = 5.0
     shutdown_s: float = 30.0
@@ -53,8 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     defaults = GatewayConfig
     parser = argparse.ArgumentParser(prog="pdserve.gateway", description="The HTTP front of pdserve.")
     add_common_arguments(parser)
-    parser.add_argument("--model", required=True, help="directory, .gguf file, hub id, or `demo`")
-    parser.add_argument("--served-model-name", help="name in the API (default: the directory's name, or `demo`)")
+    add_model_arguments(parser)
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port, help="0 takes any free one")
     parser.add_argument("--listen", help="ipc:// or tcp:// address for workers (default: ipc, named after the port)")
@@ -67,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="may decode workers compute prompts themselves?",
     )  # fmt: skip
     parser.add_argument("--router-policy", choices=get_args(PolicyName), default=defaults.router_policy)
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template instead of the model's")
-    parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the workers')")
+    add_per_model(parser, "--chat-template", "FILE", "Jinja template instead of the model's")
+    add_per_model(parser, "--max-model-len", "TOKENS", "longest prompt + output (default: the workers')")
     parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="larger bodies get a 413")
     parser.add_argument(
         "--max-connections", type=int, default=defaults.max_connections, help="open at a time; the next one gets a 503"
@@ -88,6 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namespace]:
     """The config, and the flags that `main` itself needs (logging and the like). Raises ConfigError."""
     args = build_parser().parse_args(argv)
+    models = models_of(args)
+    max_model_lens = per_model("--max-model-len", args.max_model_len, models, int)
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port {args.port} is not a port number")
     if args.max_queue < 0:
@@ -97,10 +99,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         ("--ttft-slo-s", args.ttft_slo_s),
         ("--tpot-slo-s", args.tpot_slo_s),
         ("--death-bound-s", args.death_bound_s),
-        ("--max-model-len", args.max_model_len),
         ("--max-body-bytes", args.max_body_bytes),
         ("--shutdown-s", args.shutdown_s),
         ("--max-connections", args.max_connections),
+        *(("--max-model-len", longest) for longest in max_model_lens.values()),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value} is not a positive number")
@@ -110,8 +112,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
             raise ConfigError(f"--listen {args.listen} is neither an ipc:// nor a tcp:// address")
         check_exposed(args.listen, args.insecure, curve)
     config = GatewayConfig(
-        model=args.model,
-        names=(args.served_model_name or served_name(args.model),),
+        models=models,
+        aliases=aliases_of(args, models),
         host=args.host,
         port=args.port,
         listen=args.listen,
@@ -121,9 +123,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         tpot_slo_s=args.tpot_slo_s,
         local_prefill=args.local_prefill,
         router_policy=args.router_policy,
-        chat_template=args.chat_template,
+        chat_templates=per_model("--chat-template", args.chat_template, models, Path),
         trust_remote_code=args.trust_remote_code,
-        max_model_len=args.max_model_len,
+        max_model_lens=max_model_lens,
         max_body_bytes=args.max_body_bytes,
         death_bound_s=args.death_bound_s,
         shutdown_s=args.shutdown_s,

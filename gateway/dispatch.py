@@ -22,7 +22,7 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class NoWorkers(Exception):
-    """No set of workers that could serve is registered and ready."""
+    """No set of workers that could serve the model is registered and ready."""
 
 
 class Overloaded(Exception):
@@ -105,11 +105,16 @@ class Objectives:
 
 
 class Dispatcher:
-    """Asks the router for a pair of workers, in the queue's order, and claims places there."""
+    """Asks the router for a pair of workers of one model, in the queue's order, and claims places there.
+
+    Each model has one, with a queue of its own: its workers can do nothing for another model's requests, so nobody
+    waits behind those, and a request that is tried again stays with its model.
+    """
 
     def __init__(
         self,
         pool: Pool,
+        model: str,
         queue: AdmissionQueue,
         policy: Policy,
         local_prefill_mode: LocalPrefillMode,
@@ -118,6 +123,7 @@ class Dispatcher:
         objectives: Objectives = Objectives(),
     ) -> None:
         self.pool = pool
+        self.model = model
         self.queue = queue
         self.queue_timeout_s = queue_timeout_s
         self.clock = clock
@@ -128,7 +134,7 @@ class Dispatcher:
         self._turn = itertools.count()
         self._incarnation = secrets.token_hex(4)
         self._requests = itertools.count(1)
-        pool.on_change = queue.wake
+        pool.on_change.append(queue.wake)
 
     def new_request_id(self) -> str:
         return f"{self._incarnation}-{next(self._requests)}"
@@ -138,7 +144,7 @@ class Dispatcher:
 
     @property
     def can_serve(self) -> bool:
-        return bool(self.pool.pairs(alone=self._mode == "auto"))
+        return bool(self.pool.pairs(self.model, alone=self._mode == "auto"))
 
     async def place(self, wanted: Wanted, timeout_s: float) -> Placement:
         """Wait in the queue for a place. Raises QueueFull or TimeoutError; of first attempts also Overloaded and
@@ -172,13 +178,15 @@ class Dispatcher:
         which `max_tokens` says little and requests of late say more."""
         if wanted.attempt > 1:
             return Turn(wanted.rank, wanted.client, 0.0, known=True)
-        cached = max((w.prefixes.overlap_tokens(wanted.chain) for w in self.pool.workers.values()), default=0)
+        mine = (worker for worker in self.pool.workers.values() if worker.model == self.model)
+        cached = max((worker.prefixes.overlap_tokens(wanted.chain) for worker in mine), default=0)
         output = min(wanted.output_tokens, self._output_tokens or wanted.output_tokens)
         return Turn(wanted.rank, wanted.client, max(wanted.num_tokens - cached, 0) + max(output, 1.0))
 
     def _candidates(self, wanted: Wanted) -> list[tuple[Worker, Worker | None]]:
         """Pairs that could serve the attempt if they had room."""
-        pairs = self.pool.decode_alone() if wanted.spread else self.pool.pairs(alone=self._mode == "auto")
+        alone = self._mode == "auto"
+        pairs = self.pool.decode_alone(self.model) if wanted.spread else self.pool.pairs(self.model, alone=alone)
         # If none can ever hold it, one of them says so: with its own numbers.
         pairs = [(d, p) for d, p in pairs if d.capacity_tokens >= wanted.max_tokens] or pairs
         if wanted.spread:
@@ -190,7 +198,7 @@ class Dispatcher:
             return fitting
         if self._mode == "never":
             raise PromptTooLong(f"{wanted.num_tokens} tokens do not fit the KV pool of any prefill worker")
-        return self.pool.decode_alone()
+        return self.pool.decode_alone(self.model)
 
     def _claim(self, wanted: Wanted) -> Placement | None:
         """A place for the attempt right now, or None."""

@@ -14,8 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 from starlette.types import Receive, Scope, Send
 
@@ -26,8 +25,8 @@ from .api.parsed_request import ModelLimits, ParsedRequest
 from .api.text import Tokenizer
 from .api_keys import client_of
 from .asgi import Bodies, ClientGone, Responder
-from .dispatch import Dispatcher
 from .metrics import GatewayMetrics, Outcome, outcome_of
+from .models import Caller, Models, ServedModel
 from .rate_limit_gate import ticket_of
 from .rate_limits import UNSTATED_OUTPUT_TOKENS
 from .reply import Reply, SlowReader
@@ -37,8 +36,7 @@ from .request_log import MAX_PROMPT_TOKENS, RequestRecord, record_of
 log = logging.getLogger(__name__)
 
 STOPPING_GRACE_S = 1.0
-
-T = TypeVar("T")
+MODEL_STATE = "model"  # in the ASGI scope's state: the name of the model that serves the request
 
 Parse = Callable[[bytes, Tokenizer, ModelLimits], ParsedRequest]
 
@@ -47,10 +45,7 @@ Parse = Callable[[bytes, Tokenizer, ModelLimits], ParsedRequest]
 class Frontend:
     """What both endpoints need."""
 
-    tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
-    limits: Callable[[], ModelLimits]
-    dispatcher: Dispatcher
+    models: Models
     metrics: GatewayMetrics
     threads: Executor  # for parsing
     bodies: Bodies
@@ -84,9 +79,11 @@ class Generate:
             await responder.fail(failed("Internal error of the gateway.", "internal_error"))
         finally:
             metrics.inflight.dec()
-            metrics.requests.labels(outcome.value).inc()
+            model: str = scope["state"].get(MODEL_STATE, "")
+            metrics.requests.labels(outcome.value, model).inc()
             lifetime.finish(outcome.value)
-            metrics.observe(lifetime)
+            if model:
+                self._frontend.models.served[model].metrics.observe(lifetime)
             record_of(scope).note_end(lifetime, outcome.value)
 
     async def _answer(self, scope: Scope, receive: Receive, responder: Responder, lifetime: Lifetime) -> Outcome:
@@ -98,13 +95,17 @@ class Generate:
             ticket.expect_tokens()
             async with time_limit(frontend.request_timeout_s):
                 body = await frontend.bodies.read(scope, receive)
-                parsed = await self._in_thread(self._parse, body, frontend.tokenizer, frontend.limits())
-                await self._note(record_of(scope), parsed)
-                reply = Reply(parsed, frontend.tokenizer)
+                client = client_of(scope)
+                caller = Caller(client, request_id)
+                model, parsed = await frontend.models.parse(frontend.threads, body, caller, self._parse)
+                parsed = replace(parsed, model=model.name)
+                scope["state"][MODEL_STATE] = model.name
+                await self._note(record_of(scope), parsed, model.tokenizer)
+                reply = Reply(parsed, model.tokenizer)
                 ticket.reserve(tokens_to_reserve(parsed), functools.partial(tokens_used, parsed, reply, lifetime))
                 unsent = reply.events.take_now
                 try:
-                    await self._generate(parsed, client_of(scope), reply, receive, responder, lifetime)
+                    await self._generate(model, parsed, client, reply, receive, responder, lifetime)
                 finally:
                     record_of(scope).note_reply(reply)
         except ApiError as error:
@@ -121,16 +122,15 @@ class Generate:
             return Outcome.DISCONNECT
         return Outcome.OK
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._frontend.threads, function, *arguments)
-
-    async def _note(self, record: RequestRecord, parsed: ParsedRequest) -> None:
+    async def _note(self, record: RequestRecord, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
         record.note_parsed(parsed)
         if record.wants_prompts:
-            record.note_prompts(await self._in_thread(texts_of, parsed, self._frontend.tokenizer))
+            loop = asyncio.get_running_loop()
+            record.note_prompts(await loop.run_in_executor(self._frontend.threads, texts_of, parsed, tokenizer))
 
     async def _generate(
         self,
+        model: ServedModel,
         parsed: ParsedRequest,
         client: str,
         reply: Reply,
@@ -139,9 +139,10 @@ class Generate:
         lifetime: Lifetime,
     ) -> None:
         """Run every prompt to its end and answer. Raises the first cause of failure, after everything is released."""
-        requests = [self._request(parsed, number, client, reply, lifetime) for number in range(len(parsed.prompts))]
+        requests = [
+            self._request(model, parsed, number, client, reply, lifetime) for number in range(len(parsed.prompts))
+        ]
         reply.count_cached = lambda: sum(request.cached_tokens for request in requests)
-        metrics = self._frontend.metrics
         self._frontend.live.add(requests, responder.request_id)
         try:
             async with asyncio.TaskGroup() as group:
@@ -156,13 +157,15 @@ class Generate:
             raise first_cause(causes) from None
         finally:
             self._frontend.live.remove(requests)
-            metrics.generated_tokens.inc(reply.completion_tokens)
-        metrics.prompt_tokens.inc(parsed.prompt_tokens)
-        self._frontend.dispatcher.note_output(reply.completion_tokens / len(requests))
+            model.metrics.generated_tokens.inc(reply.completion_tokens)
+        model.metrics.prompt_tokens.inc(parsed.prompt_tokens)
+        model.dispatcher.note_output(reply.completion_tokens / len(requests))
         if not parsed.stream:
             await responder.json(200, reply.body())
 
-    def _request(self, parsed: ParsedRequest, number: int, client: str, reply: Reply, lifetime: Lifetime) -> Request:
+    def _request(
+        self, model: ServedModel, parsed: ParsedRequest, number: int, client: str, reply: Reply, lifetime: Lifetime
+    ) -> Request:
         job = Job(
             prompt=list(parsed.prompts[number]),
             num_choices=parsed.n,
@@ -172,8 +175,7 @@ class Generate:
             first_choice=number * parsed.n,
             client=client,
         )
-        frontend = self._frontend
-        return Request(job, frontend.dispatcher, reply, lifetime, frontend.metrics, frontend.eos_token_ids)
+        return Request(job, model.dispatcher, reply, lifetime, model.metrics, model.eos_token_ids)
 
 
 @asynccontextmanager

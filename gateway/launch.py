@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from ..engine.checkpoint import served_name
 from ..engine.config import LOG_LEVELS, package_version
 from ..transfer.errors import ConfigError
 from .front_flags import add_front_arguments, front_config
+from .model_flags import ModelSource, add_model_arguments, add_per_model, aliases_of, models_of, per_model
 from .supervisor import ChildSpec
 
+MAX_PLAIN_CHARS = 40  # of a model's name in the names of its workers, which have at most 64
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -22,14 +24,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 class UpConfig:
     """One system on one machine. What is None is left to the default of the process concerned."""
 
-    model: str
-    prefill: int = 1  # workers; 0 = aggregated: decode computes the prompts too
-    decode: int = 1
+    models: tuple[ModelSource, ...]
+    alias: tuple[str, ...] = ()  # as they are given to the gateways
+    prefill: Mapping[str, int] = field(default_factory=dict)  # workers of each model, where it is not 1;
+    decode: Mapping[str, int] = field(default_factory=dict)  # 0 for prefill: decode computes the prompts, too
     gateways: int = 1
     host: str = "127.0.0.1"
     port: int = 8000  # of the first gateway, the others follow; 0 = any free one
-    served_model_name: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Mapping[str, int] = field(default_factory=dict)
     max_queue: int | None = None
     queue_timeout_s: float | None = None
     ttft_slo_s: float | None = None
@@ -46,7 +48,7 @@ class UpConfig:
     cors_origin: tuple[str, ...] = ()
     log_prompts: bool = False
     local_prefill: str | None = None
-    chat_template: str | None = None
+    chat_template: Mapping[str, str] = field(default_factory=dict)
     link: str | None = None
     dtype: str | None = None
     block_size: int | None = None
@@ -65,35 +67,46 @@ class UpConfig:
     log_level: str = "info"
     log_json: bool = False
 
-    @property
-    def name(self) -> str:
-        """The model's name in the API."""
-        return self.served_model_name or served_name(self.model)
+    def num_prefill(self, model: ModelSource) -> int:
+        return self.prefill.get(model.name, 1)
+
+    def num_decode(self, model: ModelSource) -> int:
+        return self.decode.get(model.name, 1)
+
+    def worker_names(self, role: str, model: ModelSource) -> list[str]:
+        """`decode-0` and so on; with several models `decode-NAME-0`."""
+        count = self.num_prefill(model) if role == "prefill" else self.num_decode(model)
+        middle = "" if len(self.models) == 1 else f"{_plain(model.name)}-"
+        return [f"{role}-{middle}{i}" for i in range(count)]
+
+
+def _plain(name: str) -> str:
+    """What a worker's name can hold of a model's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)[:MAX_PLAIN_CHARS]
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pdserve up", description="Start and supervise a whole system here.")
-    parser.add_argument("--model", required=True, help="directory, .gguf file, hub id, or `demo`")
-    parser.add_argument("--served-model-name", help="name in the API (default: the directory's name, or `demo`)")
+    add_model_arguments(parser)
     parser.add_argument("--host", default=UpConfig.host)
     parser.add_argument("--port", type=int, default=UpConfig.port, help="0 takes any free one")
     workers = parser.add_argument_group("workers")
-    workers.add_argument("--prefill", type=int, default=UpConfig.prefill, metavar="N", help="prefill workers")
-    workers.add_argument("--decode", type=int, default=UpConfig.decode, metavar="N", help="decode workers")
+    add_per_model(workers, "--prefill", "N", "prefill workers (of each model, or of the one named)")
+    add_per_model(workers, "--decode", "N", "decode workers")
     workers.add_argument("--gateways", type=int, default=UpConfig.gateways, metavar="N", help="on consecutive ports")
     workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
     workers.add_argument("--link", choices=("auto", "zmq"), help="how KV moves")
     workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute short prompts itself")
     memory = parser.add_argument_group("model and memory")
     memory.add_argument("--dtype", help="float32, float16 or bfloat16")
-    memory.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output")
+    add_per_model(memory, "--max-model-len", "TOKENS", "longest prompt + output")
     memory.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per KV block, on both sides")
     memory.add_argument("--prefill-block-size", type=int, metavar="TOKENS", help="the same for prefill only")
     memory.add_argument("--decode-block-size", type=int, metavar="TOKENS", help="the same for decode only")
     memory.add_argument("--kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each decode worker")
     memory.add_argument("--prefill-kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each prefill worker")
     memory.add_argument("--no-prefix-caching", action="store_true")
-    memory.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    add_per_model(memory, "--chat-template", "FILE", "instead of the model's own")
     memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     limits = parser.add_argument_group("scheduling")
     limits.add_argument("--chunk-tokens", type=int, metavar="TOKENS", help="prompt tokens computed in one step")
@@ -126,12 +139,20 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_config(argv: Sequence[str]) -> UpConfig:
     """Read the flags. Raises ConfigError for numbers that cannot work."""
     args = build_parser().parse_args(argv)
+    args.models = models_of(args)
+    aliases_of(args, args.models)  # a bad one is known before anything is started
     if args.aggregated:
-        args.prefill = 0
+        args.prefill = ["0"]
+    for flag, read in (("prefill", int), ("decode", int), ("max_model_len", int), ("chat_template", str)):
+        setattr(args, flag, per_model(f"--{flag.replace('_', '-')}", getattr(args, flag), args.models, read))
     front_config(args)  # here already: a gateway that is started would only say so and be started again
     config = UpConfig(**{field.name: getattr(args, field.name) for field in fields(UpConfig)})
-    if config.prefill < 0 or config.decode < 1:
-        raise ConfigError(f"--prefill {config.prefill} --decode {config.decode}: at least one decode worker is needed")
+    for model in config.models:
+        prefill, decode = config.num_prefill(model), config.num_decode(model)
+        if prefill < 0 or decode < 1:
+            raise ConfigError(f"--prefill {prefill} --decode {decode}: at least one decode worker is needed")
+    if len({_plain(model.name) for model in config.models}) < len(config.models):
+        raise ConfigError("--model: the names are too much alike to name workers after them")
     if config.gateways < 1:
         raise ConfigError(f"--gateways {config.gateways}: at least one is needed")
     if not 0 <= config.port <= 65536 - config.gateways:
@@ -169,21 +190,26 @@ def _flags(**values: str | int | float | bool | Sequence[str] | None) -> list[st
     return flags
 
 
-def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: Sequence[int]) -> list[ChildSpec]:
-    """The command line of every process. `model` is the resolved directory, `sockets` holds the ipc sockets."""
+def _named(values: Mapping[str, object], config: UpConfig) -> list[str]:
+    """`[NAME=]VALUE` for each model that has one."""
+    return [str(value) if len(config.models) == 1 else f"{name}={value}" for name, value in values.items()]
+
+
+def child_specs(
+    config: UpConfig, paths: Sequence[Path], port: int, sockets: Path, cpus: Sequence[int]
+) -> list[ChildSpec]:
+    """The command line of every process. `paths` are the models' resolved directories, `sockets` holds the ipc
+    sockets."""
     names = gateway_names(config)
     controls = [f"ipc://{sockets}/{name}" for name in names]
     common = _flags(
-        model=str(model),
-        served_model_name=config.name,
-        max_model_len=config.max_model_len,
         trust_remote_code=config.trust_remote_code,
         log_level=config.log_level,
         log_json=config.log_json,
         death_bound_s=config.death_bound_s,
         exit_with_parent=os.getpid(),
     )
-    gateway = common + _flags(
+    gateway = _gateway_models(config, paths) + common + _flags(
         host=config.host,
         max_queue=config.max_queue,
         queue_timeout_s=config.queue_timeout_s,
@@ -193,7 +219,9 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         max_connections=config.max_connections,
         api_keys=config.api_keys and str(Path(config.api_keys).resolve()),
         shutdown_s=config.shutdown_s,
-        chat_template=config.chat_template,
+        max_model_len=_named(config.max_model_len, config),
+        chat_template=_named(config.chat_template, config),
+        alias=config.alias,
         debug_endpoints=config.debug_endpoints,
         requests_per_minute=config.requests_per_minute,
         tokens_per_minute=config.tokens_per_minute,
@@ -221,7 +249,8 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
         preemption=config.preemption,
         swap_memory=config.swap_memory,
     )
-    prefill_cpus, decode_cpus = place_workers(config.prefill, config.decode, cpus)
+    counts = (sum(map(config.num_prefill, config.models)), sum(map(config.num_decode, config.models)))
+    prefill_cpus, decode_cpus = map(iter, place_workers(*counts, cpus))
     # The workers' own sockets go to that directory too, so that a killed worker's are cleared away with the rest.
     env = {"XDG_RUNTIME_DIR": str(sockets)}
     worker_env = env | ONE_THREAD
@@ -229,13 +258,21 @@ def child_specs(config: UpConfig, model: Path, port: int, sockets: Path, cpus: S
     for i, (name, control) in enumerate(zip(names, controls, strict=True)):
         command = _python("gateway", gateway + _flags(port=port + i, listen=control))
         specs.append(ChildSpec(name, command, env, stops_first=True))
-    for i, cpu in enumerate(prefill_cpus):
-        name = f"prefill-{i}"
-        specs.append(ChildSpec(name, _python("prefill", prefill + _flags(name=name, cpu=cpu)), worker_env))
-    for i, cpu in enumerate(decode_cpus):
-        name = f"decode-{i}"
-        specs.append(ChildSpec(name, _python("decode", decode + _flags(name=name, cpu=cpu)), worker_env))
+    for model, path in zip(config.models, paths, strict=True):
+        mine = _flags(
+            model=str(path), served_model_name=model.name, max_model_len=config.max_model_len.get(model.name)
+        )
+        for role, flags, cores in (("prefill", prefill, prefill_cpus), ("decode", decode, decode_cpus)):
+            for name in config.worker_names(role, model):
+                command = _python(role, mine + flags + _flags(name=name, cpu=next(cores)))
+                specs.append(ChildSpec(name, command, worker_env))
     return specs
+
+
+def _gateway_models(config: UpConfig, paths: Sequence[Path]) -> list[str]:
+    if len(paths) == 1:
+        return _flags(model=str(paths[0]), served_model_name=config.models[0].name)
+    return _flags(model=[f"{model.name}={path}" for model, path in zip(config.models, paths, strict=True)])
 
 
 def _python(room: str, arguments: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,17 +14,19 @@ HEARTBEAT_INTERVAL_S = 0.2
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model as this gateway serves it: its names in the API, where its files are, and their fingerprint."""
+    """A model as this gateway serves it: its name in the API, where its files are, and their fingerprint."""
 
-    names: tuple[str, ...]
+    name: str
     path: str
     fingerprint: str
 
 
-def refusal(message: Register, identity: ModelIdentity, others: Iterable[Register]) -> str:
-    """Why `message` cannot be let in, naming both sides; empty if it can. `others` are registered."""
-    if message.model not in identity.names:
-        names = " and ".join(map(repr, identity.names))
+def refusal(message: Register, identities: Mapping[str, ModelIdentity], others: Iterable[Register]) -> str:
+    """Why `message` cannot be let in, naming both sides; empty if it can. `others` are registered for the same model,
+    `identities` are what this gateway serves, by name."""
+    identity = identities.get(message.model)
+    if identity is None:
+        names = " and ".join(map(repr, identities))
         return f"{message.worker} serves the model {message.model!r}, this gateway serves {names}"
     if message.layout.fingerprint != identity.fingerprint:
         return (

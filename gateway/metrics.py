@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import get_args
 
@@ -46,51 +47,87 @@ def outcome_of(status: int, code: str | None = None) -> Outcome:
     return OUTCOME_OF_STATUS.get(status, Outcome.INVALID if status < 500 else Outcome.ERROR)
 
 
-class GatewayMetrics:
-    """The gateway's own families. `reports` yields (worker name, role, families) of every worker alive now."""
+@dataclass(frozen=True)
+class Report:
+    """What one worker has counted, and the labels that say whose it is."""
 
-    def __init__(self, frames: FrameCounts, reports: Callable[[], Iterable[tuple[str, str, list[Family]]]]) -> None:
+    labels: Mapping[str, str]
+    families: Sequence[Family]
+
+
+class GatewayMetrics:
+    """The gateway's own families. `reports` yields those of every worker alive now.
+
+    The label `model` is the model that serves a request; empty for what is refused before that is known.
+    """
+
+    def __init__(self, frames: FrameCounts, reports: Callable[[], Iterable[Report]]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry(auto_describe=False)
-        self.ttft = Histogram(
-            "pdserve_ttft_seconds", "Arrival to first token", buckets=REQUEST_BUCKETS_S, registry=registry
-        )
-        self.tpot = Histogram(
-            "pdserve_tpot_seconds", "Mean time per output token after the first, of one choice",
-            buckets=TOKEN_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.itl = Histogram("pdserve_itl_seconds", "Gap between tokens", buckets=TOKEN_BUCKETS_S, registry=registry)
-        self.e2e = Histogram(
-            "pdserve_e2e_seconds", "Arrival to last token", buckets=REQUEST_BUCKETS_S, registry=registry
-        )
-        self.queue = Histogram(
-            "pdserve_queue_seconds", "Arrival to reservation", buckets=REQUEST_BUCKETS_S, registry=registry
-        )
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"pdserve_{name}_seconds", help, ["model"], buckets=buckets, registry=registry)
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"pdserve_{name}", help, [*labels, "model"], registry=registry)
+
+        self.ttft = histogram("ttft", "Arrival to first token", REQUEST_BUCKETS_S)
+        self.tpot = histogram("tpot", "Mean time per output token after the first, of one choice", TOKEN_BUCKETS_S)
+        self.itl = histogram("itl", "Gap between tokens", TOKEN_BUCKETS_S)
+        self.e2e = histogram("e2e", "Arrival to last token", REQUEST_BUCKETS_S)
+        self.queue = histogram("queue", "Arrival to reservation", REQUEST_BUCKETS_S)
         self.inflight = Gauge("pdserve_requests_inflight", "HTTP requests for tokens being served", registry=registry)
-        self.requests = Counter(
-            "pdserve_requests", "HTTP requests for tokens, by how they ended", ["outcome"], registry=registry
-        )
-        self.retries = Counter(
-            "pdserve_retries", "Attempts that ended early and were tried again", ["kind"], registry=registry
-        )
-        self.prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens of finished requests", registry=registry)
-        self.generated_tokens = Counter("pdserve_generated_tokens", "Tokens accepted", registry=registry)
+        self.requests = counter("requests", "HTTP requests for tokens, by how they ended", "outcome")
+        self.retries = counter("retries", "Attempts that ended early and were tried again", "kind")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.generated_tokens = counter("generated_tokens", "Tokens accepted")
         self.rate_limited = Counter(
             "pdserve_rate_limited", "HTTP requests beyond a limit of their client", ["limit"], registry=registry
         )
         for limit in ("requests", "tokens", "concurrency"):
             self.rate_limited.labels(limit)
         for outcome in Outcome:
-            self.requests.labels(outcome.value)
-        for kind in get_args(RetryKind):
-            self.retries.labels(kind)
+            self.requests.labels(outcome.value, "")
         registry.register(_Reports(frames, reports))
 
-    def count_retry(self, kind: str) -> None:
-        self.retries.labels(kind).inc()
+    def of(self, model: str) -> ModelMetrics:
+        """The series of one model, which are there from now on."""
+        for outcome in Outcome:
+            self.requests.labels(outcome.value, model)
+        return ModelMetrics(
+            ttft=self.ttft.labels(model),
+            tpot=self.tpot.labels(model),
+            itl=self.itl.labels(model),
+            e2e=self.e2e.labels(model),
+            queue=self.queue.labels(model),
+            prompt_tokens=self.prompt_tokens.labels(model),
+            generated_tokens=self.generated_tokens.labels(model),
+            retries={kind: self.retries.labels(kind, model) for kind in get_args(RetryKind)},
+        )
 
     def count_rate_limited(self, limit: str) -> None:
         self.rate_limited.labels(limit).inc()
+
+    def page(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+@dataclass(frozen=True)
+class ModelMetrics:
+    """What is counted of one model's requests."""
+
+    ttft: Histogram
+    tpot: Histogram
+    itl: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prompt_tokens: Counter
+    generated_tokens: Counter
+    retries: Mapping[RetryKind, Counter]
+
+    def count_retry(self, kind: RetryKind) -> None:
+        self.retries[kind].inc()
 
     def observe(self, lifetime: Lifetime) -> None:
         """Note every latency of a request that has ended, as far as it got."""
@@ -106,17 +143,11 @@ class GatewayMetrics:
         for value in lifetime.itl_s():
             self.itl.observe(value)
 
-    def page(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self._registry)
-
 
 class _Reports(Collector):
-    """Families of the workers, with the labels `worker` and `role`; the gateway's own dropped frames among them."""
+    """Families of the workers, labelled with whose they are; the gateway's own dropped frames among them."""
 
-    def __init__(
-        self, frames: FrameCounts, reports: Callable[[], Iterable[tuple[str, str, list[Family]]]]
-    ) -> None:
+    def __init__(self, frames: FrameCounts, reports: Callable[[], Iterable[Report]]) -> None:
         self._frames = frames
         self._reports = reports
 
@@ -127,14 +158,13 @@ class _Reports(Collector):
             for reason, count in sorted(self._frames.dropped.items())
         ]
         own = Family("pdserve_frames_dropped", "counter", "Frames not taken", dropped)
-        for worker, role, families in (("gateway", "gateway", [own]), *self._reports()):
-            for family in families:
+        for report in (Report({"worker": "gateway", "role": "gateway"}, [own]), *self._reports()):
+            for family in report.families:
                 name = family.name.removesuffix("_total") if family.type == "counter" else family.name
                 metric = metrics.setdefault(name, Metric(name, family.help, family.type))
                 if metric.type == family.type:
                     for sample in family.samples:
-                        labels = {**sample.labels, "worker": worker, "role": role}
-                        metric.add_sample(sample.name, labels, sample.value)
+                        metric.add_sample(sample.name, {**sample.labels, **report.labels}, sample.value)
         yield from metrics.values()
 
 

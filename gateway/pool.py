@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -68,7 +68,7 @@ class Pool:
         context: zmq.Context[Any],
         address: str,
         gateway_id: str,
-        identity: ModelIdentity,
+        models: Sequence[ModelIdentity],
         death_bound_s: float,
         clock: Callable[[], float] = time.monotonic,
         curve: Curve | None = None,
@@ -76,8 +76,8 @@ class Pool:
         self.gateway_id = gateway_id
         self.frames = FrameCounts()
         self.workers: dict[str, Worker] = {}
-        self.on_change: Callable[[], None] = lambda: None  # called when a request may find a place, or none any more
-        self._identity = identity
+        self.on_change: list[Callable[[], None]] = []  # called when a request may find a place, or none any more
+        self._models = {model.name: model for model in models}
         self._death_bound_s = death_bound_s
         self._clock = clock
         self._router = Router(context, address, self.frames, curve)
@@ -193,12 +193,12 @@ class Pool:
             self._drain_is_due = True
             asyncio.get_running_loop().call_soon(self.drain)
 
-    def _send_peers(self) -> None:
+    def _send_peers(self, model: str) -> None:
         decode = [
             Peer(w.id, w.register.host, w.register.bulk_address, w.register.peer_address, w.register.links)
-            for w in self.by_role("decode")
+            for w in self.by_role("decode", model)
         ]
-        for worker in list(self.by_role("prefill")):
+        for worker in list(self.by_role("prefill", model)):
             worker.told_at = self._clock()
             self.send(worker, Peers(decode))
 
@@ -209,9 +209,9 @@ class Pool:
         if worker.dismissed and not beat.draining:
             worker.told_at = self._clock()
             self.send(worker, Drain())
-        decode = {w.id for w in self.by_role("decode")}
+        decode = {w.id for w in self.by_role("decode", worker.model)}
         if worker.register.role == "prefill" and not decode <= {link.worker for link in beat.links}:
-            self._send_peers()
+            self._send_peers(worker.model)
 
     # --- messages in ---------------------------------------------------------------------------------------------
 
@@ -270,7 +270,8 @@ class Pool:
             self._router.send(sender, Registered(self.gateway_id, message.worker))
             return
         namesake = self._namesake(message)
-        if text := refusal(message, self._identity, [w.register for w in self.workers.values() if w is not namesake]):
+        others = [w.register for w in self.workers.values() if w is not namesake and w.model == message.model]
+        if text := refusal(message, self._models, others):
             log.error("refused %s: %s", message.worker, text)
             self._router.send(sender, RegistrationDenied(text[:4096], fatal=True))
             return
@@ -284,10 +285,14 @@ class Pool:
             self._forget(namesake, f"replaced by {message.worker}", died=True)
         worker = Worker(sender, message, last_heard=now, registered_at=now)
         self.workers[worker.id] = worker
-        log.info("registered %s worker %s (pid %d)", message.role, worker.id, message.pid)
+        log.info("registered %s worker %s of %s (pid %d)", message.role, worker.id, worker.model, message.pid)
         self.send(worker, Registered(self.gateway_id, worker.id))
-        self._send_peers()
-        self.on_change()
+        self._send_peers(worker.model)
+        self._changed()
+
+    def _changed(self) -> None:
+        for tell in self.on_change:
+            tell()
 
     def _is_alive(self, worker: Worker, now: float) -> bool:
         """Was it heard of just now, on a connection that still stands?"""
@@ -312,7 +317,7 @@ class Pool:
                 if leg.unlisted == UNLISTED_HEARTBEATS:
                     lost = Lost(f"{worker.name} does not know the attempt any more", died=False)
                     leg.owner.deliver(worker.id, leg.attempt, lost)
-        self.on_change()
+        self._changed()
 
     def _on_tokens(self, worker: Worker, message: Tokens) -> None:
         gone: set[tuple[str, int]] = set()
@@ -333,7 +338,7 @@ class Pool:
         if leg is not None and leg.attempt == attempt:
             if isinstance(event, FirstTokens):
                 worker.computed(leg, self._clock())
-                self.on_change()
+                self._changed()
             leg.owner.deliver(worker.id, attempt, event)
         elif isinstance(event, Reserved | FirstTokens):  # whoever says one of the others has let go already
             self.send(worker, Gone(request, attempt))
@@ -350,8 +355,8 @@ class Pool:
             lost = Lost(f"{worker.name} is gone: {reason}", died=died and heard, planned=planned, alone=num_heard == 1)
             leg.owner.deliver(worker.id, leg.attempt, lost)
         if worker.register.role == "decode":
-            self._send_peers()
-        self.on_change()
+            self._send_peers(worker.model)
+        self._changed()
 
     # --- draining ------------------------------------------------------------------------------------------------
 
@@ -368,13 +373,13 @@ class Pool:
                     self._take_off(worker, leg)
         self._move()
         self._send_heartbeat(worker)
-        self.on_change()
+        self._changed()
 
     def _move(self) -> None:
         """Take attempts off draining decode workers, as many as others have room for."""
-        others = [w for w in self.by_role("decode") if w.takes_work]
         for worker in self.by_role("decode"):
-            if worker.draining and worker.legs and others:
+            if worker.draining and worker.legs:
+                others = [w for w in self.by_role("decode", worker.model) if w.takes_work]
                 for leg in movable(worker, others):
                     self._take_off(worker, leg)
 
@@ -401,25 +406,25 @@ class Pool:
         del worker.legs[leg.request]
         if cancel and leg.sent_at_seq is not None:
             self.send(worker, Cancel(leg.request, leg.attempt))
-        self.on_change()
+        self._changed()
 
     # --- who could serve -----------------------------------------------------------------------------------------
 
-    def by_role(self, role: str) -> Iterable[Worker]:
-        return (w for w in self.workers.values() if w.register.role == role)
+    def by_role(self, role: str, model: str | None = None) -> Iterable[Worker]:
+        return (w for w in self.workers.values() if w.register.role == role and model in (None, w.model))
 
-    def pairs(self, *, alone: bool) -> list[tuple[Worker, Worker | None]]:
-        """Ready decode workers with each ready prefill worker linked to them. If nothing at all is linked: decode
-        workers alone, provided that is allowed (`alone`)."""
-        decode = [w for w in self.by_role("decode") if w.takes_work]
-        prefill = [w for w in self.by_role("prefill") if w.takes_work]
+    def pairs(self, model: str, *, alone: bool) -> list[tuple[Worker, Worker | None]]:
+        """Ready decode workers of the model with each ready prefill worker linked to them. If nothing at all is linked:
+        decode workers alone, provided that is allowed (`alone`)."""
+        decode = [w for w in self.by_role("decode", model) if w.takes_work]
+        prefill = [w for w in self.by_role("prefill", model) if w.takes_work]
         linked: list[tuple[Worker, Worker | None]] = [
             (d, p) for d, p in itertools.product(decode, prefill) if p.is_linked_to(d)
         ]
-        return linked if linked or not alone else self.decode_alone()
+        return linked if linked or not alone else self.decode_alone(model)
 
-    def decode_alone(self) -> list[tuple[Worker, Worker | None]]:
-        return [(w, None) for w in self.by_role("decode") if w.takes_work]
+    def decode_alone(self, model: str) -> list[tuple[Worker, Worker | None]]:
+        return [(w, None) for w in self.by_role("decode", model) if w.takes_work]
 
     def is_free(self, prefill: Worker | None) -> bool:
         return prefill is None or self._clock() >= prefill.busy_until

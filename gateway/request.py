@@ -170,7 +170,8 @@ class Request:
         except Overloaded as over:
             raise unavailable(f"Too busy: {over}.", "overloaded", over.retry_after_s) from None
         except NoWorkers:
-            raise unavailable("No worker that could serve this request is up.", "no_worker") from None
+            model = self._dispatcher.model
+            raise unavailable(f"No worker that could serve {model!r:.200} is up.", "no_worker") from None
         except PromptTooLong as error:
             raise too_long(str(error)) from None
         except TimeoutError:

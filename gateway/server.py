@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..engine.model_directory import read_json
 from ..transfer.channel import is_loopback
 from .api.text import Tokenizer
 from .api_keys import keys_in_force
-from .app import App, LimitsInForce, reports
+from .app import App, reports
 from .asgi import Bodies
 from .config import GatewayConfig
 from .connections import ConnectionLimits, Connections, LimitedProtocol, allow_open_files
@@ -37,6 +38,7 @@ from .limits import AdmissionQueue
 from .listener import bind, stop_handshakes
 from .membership import ModelIdentity
 from .metrics import GatewayMetrics
+from .models import LimitsInForce, Models, ServedModel
 from .pool import Pool
 from .router import POLICIES
 
@@ -106,30 +108,58 @@ def load_tokenizer(path: Path, chat_template: Path | None, trust_remote_code: bo
     return Tokenizer(path, chat_template_file=chat_template, trust_remote_code=trust_remote_code)
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a gateway reads of a model's files."""
+
+    identity: ModelIdentity
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+
+
+def load_models(config: GatewayConfig) -> list[LoadedModel]:
+    """Raises ConfigError for the first one that cannot be served."""
+    loaded = []
+    for model in config.models:
+        path = resolve(model.source)
+        identity = ModelIdentity(model.name, str(path), fingerprint(path))
+        tokenizer = load_tokenizer(path, config.chat_templates.get(model.name), config.trust_remote_code)
+        loaded.append(LoadedModel(identity, tokenizer, eos_token_ids(path)))
+    return loaded
+
+
 def build_app(
-    config: GatewayConfig, identity: ModelIdentity, pool: Pool, tokenizer: Tokenizer, threads: ThreadPoolExecutor
-) -> ASGIApp:
-    dispatcher = Dispatcher(
-        pool,
-        AdmissionQueue(config.max_queue),
-        POLICIES[config.router_policy],
-        config.local_prefill,
-        config.queue_timeout_s,
-        objectives=Objectives(config.ttft_slo_s, config.tpot_slo_s),
-    )
+    config: GatewayConfig, loaded: Iterable[LoadedModel], pool: Pool, threads: ThreadPoolExecutor
+) -> tuple[ASGIApp, Models]:
+    metrics = GatewayMetrics(pool.frames, lambda: reports(pool))
+
+    def served(model: LoadedModel) -> ServedModel:
+        name = model.identity.name
+        dispatcher = Dispatcher(
+            pool,
+            name,
+            AdmissionQueue(config.max_queue),
+            POLICIES[config.router_policy],
+            config.local_prefill,
+            config.queue_timeout_s,
+            objectives=Objectives(config.ttft_slo_s, config.tpot_slo_s),
+        )
+        limits = LimitsInForce(pool, name, config.max_model_lens.get(name))
+        return ServedModel(
+            model.identity, model.tokenizer, model.eos_token_ids, limits, dispatcher, metrics.of(name)
+        )
+
+    models = Models([served(model) for model in loaded], config.aliases)
     frontend = Frontend(
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(Path(identity.path)),
-        limits=LimitsInForce(pool, identity.names, config.max_model_len),
-        dispatcher=dispatcher,
-        metrics=GatewayMetrics(pool.frames, lambda: reports(pool)),
+        models=models,
+        metrics=metrics,
         threads=threads,
         bodies=Bodies(config.max_body_bytes),
         request_timeout_s=config.front.request_timeout_s,
     )
-    app = App(identity, pool, frontend, int(time.time()), config.debug_endpoints).build()
+    app = App(pool, frontend, int(time.time()), config.debug_endpoints).build()
     keys = keys_in_force(config.api_keys, os.environ)
-    return in_front(app, keys, config.front, frontend.metrics)
+    return in_front(app, keys, config.front, metrics), models
 
 
 def http_server(app: ASGIApp, shutdown_s: float, limits: ConnectionLimits | None = None) -> Server:
@@ -150,24 +180,26 @@ def http_server(app: ASGIApp, shutdown_s: float, limits: ConnectionLimits | None
     )
 
 
-async def serve(config: GatewayConfig, listener: socket.socket, identity: ModelIdentity, tokenizer: Tokenizer) -> None:
+async def serve(config: GatewayConfig, listener: socket.socket, loaded: Sequence[LoadedModel]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError when the control socket cannot be had."""
     host, port = listener.getsockname()[:2]
     context: zmq.Context[Any] = zmq.Context()
     gateway_id = f"gateway#{secrets.token_hex(4)}"
     with ThreadPoolExecutor(PARSING_THREADS, thread_name_prefix="parse") as threads:
+        identities = [model.identity for model in loaded]
         pool = Pool(
-            context, config.control_address(port), gateway_id, identity, config.death_bound_s, curve=config.curve
+            context, config.control_address(port), gateway_id, identities, config.death_bound_s, curve=config.curve
         )
         try:
             beating = pool.start()
-            app = build_app(config, identity, pool, tokenizer, threads)
+            app, models = build_app(config, loaded, pool, threads)
             server = http_server(app, config.shutdown_s, ConnectionLimits(config.max_connections))
-            alone = config.local_prefill == "auto"
-            server.before_accepting = lambda: pool.until(lambda: bool(pool.pairs(alone=alone)), JOIN_TIMEOUT_S)
+            server.before_accepting = lambda: pool.until(
+                lambda: len(models.ready) == len(models.served), JOIN_TIMEOUT_S
+            )
             beating.add_done_callback(lambda _: server.request_stop())
             print(
-                f"pdserve gateway: {' '.join(identity.names)} at http://{host}:{port}, workers at {pool.address}",
+                f"pdserve gateway: {' '.join(models.names)} at http://{host}:{port}, workers at {pool.address}",
                 flush=True,
             )
             await server.serve(sockets=[listener])
@@ -187,11 +219,9 @@ def run(config: GatewayConfig) -> None:
         log.warning("whoever reaches %s port %d may use it: there is no --api-keys", config.host, config.port)
     listener = bind(config.host, config.port)  # first: a port in use is known at once, a model takes seconds
     try:
-        path = resolve(config.model)
-        identity = ModelIdentity(config.names, str(path), fingerprint(path))
-        tokenizer = load_tokenizer(path, config.chat_template, config.trust_remote_code)
+        loaded = load_models(config)
         uvicorn_loop = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
-            runner.run(serve(config, listener, identity, tokenizer))
+            runner.run(serve(config, listener, loaded))
     finally:
         listener.close()

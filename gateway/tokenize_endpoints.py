@@ -12,8 +12,10 @@ from starlette.types import Receive, Scope, Send
 from .api.errors import ApiError
 from .api.parsed_request import ModelLimits
 from .api.text import Tokenizer
+from .api_keys import client_of
 from .asgi import ClientGone, Responder
 from .generate import Frontend
+from .models import Caller
 from .request import unavailable
 
 log = logging.getLogger(__name__)
@@ -61,9 +63,8 @@ class TextEndpoint:
         try:
             body = await frontend.bodies.read(scope, receive)
             async with self._turns.turn():
-                answer = await asyncio.get_running_loop().run_in_executor(
-                    frontend.threads, self._answer, body, frontend.tokenizer, frontend.limits()
-                )
+                caller = Caller(client_of(scope), responder.request_id)
+                _, answer = await frontend.models.parse(frontend.threads, body, caller, self._answer)
             await responder.json(200, answer)
         except ApiError as error:
             await responder.fail(error)

@@ -1,6 +1,6 @@
 """`pdserve up`: a whole system on one machine, started and supervised.
 
-1. The model is resolved first, so a conversion happens once and a wrong path is one line.
+1. The models are resolved first, so a conversion happens once and a wrong path is one line.
 2. Gateway, prefill and decode workers are spawned, each worker on one pinned core with one thread (`launch.py`).
 3. When the gateway answers /ready and every worker is registered and linked, the address is printed.
 4. A child that dies is started again (`supervisor.py`); Ctrl-C or SIGTERM stops everything.
@@ -101,8 +101,6 @@ def _get_json(host: str, port: int, path: str) -> object:
 
 def missing_workers(pools: object, config: UpConfig) -> list[str]:
     """What `/pools` does not show yet: workers by name, and links as `prefill-0 → decode-0`."""
-    prefill = [f"prefill-{i}" for i in range(config.prefill)]
-    decode = [f"decode-{i}" for i in range(config.decode)]
     workers = pools["workers"] if isinstance(pools, dict) else []
     present = {worker["name"] for worker in workers if worker["state"] == "ready"}
     linked = {
@@ -111,8 +109,13 @@ def missing_workers(pools: object, config: UpConfig) -> list[str]:
         for link in worker["links"]
         if link["state"] == "linked"
     }
-    missing = [name for name in (*prefill, *decode) if name not in present]
-    return missing or [f"{p} → {d}" for p in prefill for d in decode if (p, d) not in linked]
+    missing: list[str] = []
+    unlinked: list[str] = []
+    for model in config.models:
+        prefill, decode = (config.worker_names(role, model) for role in ("prefill", "decode"))
+        missing += [name for name in (*prefill, *decode) if name not in present]
+        unlinked += [f"{p} → {d}" for p in prefill for d in decode if (p, d) not in linked]
+    return missing or unlinked
 
 
 async def wait_until_ready(config: UpConfig, host: str, port: int, pause: Callable[[float], Awaitable[bool]]) -> None:
@@ -135,24 +138,26 @@ async def _wait_for_gateway(
 
 def ready_message(config: UpConfig, host: str, port: int) -> str:
     """What the user sees when the system can serve: where it is, and a command to try."""
-    workers = f"{config.prefill} prefill + {config.decode} decode" if config.prefill else f"{config.decode} aggregated"
+    num_prefill, num_decode = (sum(map(count, config.models)) for count in (config.num_prefill, config.num_decode))
+    workers = f"{num_prefill} prefill + {num_decode} decode" if num_prefill else f"{num_decode} aggregated"
+    first, *_ = names = [model.name for model in config.models]
     body = json.dumps(
-        {"model": config.name, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        {"model": first, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     )
     urls = " and ".join(f"http://{host}:{port + i}" for i in range(config.gateways))
     return (
-        f"pdserve is ready: {config.name} at {urls} ({workers} workers). Ctrl-C stops it. Try:\n"
+        f"pdserve is ready: {', '.join(names)} at {urls} ({workers} workers). Ctrl-C stops it. Try:\n"
         f"  curl -N http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'"
     )
 
 
-async def serve(config: UpConfig, model: Path, port: int) -> None:
+async def serve(config: UpConfig, models: Sequence[Path], port: int) -> None:
     """Run the whole system until SIGINT or SIGTERM. Raises ConfigError or RegistrationRefused (see Supervisor)."""
     host = local_url_host(config.host)
     os.environ[PROBE_VARIABLE] = new_key()  # the gateways inherit it, and let this process see their state
     with socket_directory() as sockets:
-        specs = child_specs(config, model, port, sockets, sorted(os.sched_getaffinity(0)))
+        specs = child_specs(config, models, port, sockets, sorted(os.sched_getaffinity(0)))
         supervisor = Supervisor(specs, write=write_json if config.log_json else write_text)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -172,6 +177,6 @@ def main(argv: Sequence[str]) -> int:
         config = parse_config(argv)
         setup_logging(config.log_level, config.log_json)
         port = claim_ports(config.host, config.port, config.gateways)  # before a conversion that may take a minute
-        asyncio.run(serve(config, resolve(config.model), port))
+        asyncio.run(serve(config, [resolve(model.source) for model in config.models], port))
 
     return run_main("pdserve up", run)

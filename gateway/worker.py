@@ -96,6 +96,10 @@ class Worker:
         return self.id.partition("#")[0]
 
     @property
+    def model(self) -> str:
+        return self.register.model
+
+    @property
     def ready(self) -> bool:
         return self.heartbeat is not None and self.heartbeat.ready
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pdserve.transfer.sampling_params import SamplingParams
 from tests.gateway.fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
 
 NO_OBJECTIVES = Objectives()
+IDENTITY = ModelIdentity(MODEL, "/models/m", FINGERPRINT)
 
 
 @dataclass
@@ -84,8 +85,8 @@ class System:
         await self.linked(1)
         return decode, prefill
 
-    async def linked(self, count: int) -> None:
-        await until(lambda: sum(p is not None for _, p in self.pool.pairs(alone=False)) == count)
+    async def linked(self, count: int, model: str = MODEL) -> None:
+        await until(lambda: sum(p is not None for _, p in self.pool.pairs(model, alone=False)) == count)
 
     async def ready(self, count: int) -> None:
         await until(lambda: sum(w.ready for w in self.pool.workers.values()) == count)
@@ -123,14 +124,14 @@ def expected(prompt_tokens: int, count: int) -> list[int]:
 async def running_system(
     directory: Path, *, max_queue: int = 100, queue_timeout_s: float = 5.0, local_prefill: str = "auto",
     death_bound_s: float = 1.0, policy: str = "prefix_aware", address: str = "",
-    objectives: Objectives = NO_OBJECTIVES,
+    objectives: Objectives = NO_OBJECTIVES, models: Sequence[ModelIdentity] = (IDENTITY,),
 ) -> AsyncIterator[System]:  # fmt: skip
     with zmq_context() as context:
-        identity = ModelIdentity((MODEL,), "/models/m", FINGERPRINT)
-        pool = Pool(context, address or f"ipc://{directory}/gw", "gateway#00000000", identity, death_bound_s)
+        pool = Pool(context, address or f"ipc://{directory}/gw", "gateway#00000000", models, death_bound_s)
         dispatcher = Dispatcher(
-            pool, AdmissionQueue(max_queue), POLICIES[policy], local_prefill, queue_timeout_s, objectives=objectives
-        )
+            pool, MODEL, AdmissionQueue(max_queue), POLICIES[policy], local_prefill, queue_timeout_s,
+            objectives=objectives,
+        )  # fmt: skip
         system = System(context, pool, dispatcher)
         beating = pool.start()
         try:

@@ -15,8 +15,10 @@ import httpx
 from pdserve.gateway.api.text import Tokenizer
 from pdserve.gateway.config import GatewayConfig
 from pdserve.gateway.listener import bind
-from pdserve.gateway.server import Server, build_app, http_server
-from tests.gateway.fake_worker import MODEL
+from pdserve.gateway.membership import ModelIdentity
+from pdserve.gateway.model_flags import ModelSource
+from pdserve.gateway.server import LoadedModel, Server, build_app, eos_token_ids, http_server
+from tests.gateway.fake_worker import FINGERPRINT, MODEL
 from tests.gateway.harness import System, running_system, until
 
 
@@ -32,21 +34,30 @@ class Site:
     tokenizer: Tokenizer
 
     async def metric(self, name: str) -> float:
+        """Sum over the series of that name that have all labels given with it: `name{label="value"}`."""
+        name, _, labels = name.rstrip("}").partition("{")
         page = (await self.client.get("/metrics")).text
-        return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + " "))
+        lines = [line for line in page.splitlines() if line.startswith((name + "{", name + " "))]
+        found = [line for line in lines if all(label in line for label in labels.split(","))]
+        assert found, f"no series {name} with {labels}"
+        return sum(float(line.split()[-1]) for line in found)
 
     def text_of(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @contextlib.asynccontextmanager
-async def running_site(directory: Path, model_dir: Path, text: Tokenizer, **options: Any) -> AsyncIterator[Site]:
-    """`options` are fields of the gateway's config."""
-    config = GatewayConfig(model="m", names=(MODEL,), **options)
-    async with running_system(directory) as system:
-        object.__setattr__(system.pool._identity, "path", str(model_dir))
+async def running_site(
+    directory: Path, model_dir: Path, text: Tokenizer, *others: LoadedModel, **options: Any
+) -> AsyncIterator[Site]:
+    """`others` are models beside the one that tests use when there is but one; `options` are fields of the gateway's
+    config."""
+    loaded = [LoadedModel(ModelIdentity(MODEL, str(model_dir), FINGERPRINT), text, eos_token_ids(model_dir)), *others]
+    identities = [model.identity for model in loaded]
+    config = GatewayConfig(tuple(ModelSource(model.name, model.path) for model in identities), **options)
+    async with running_system(directory, models=identities) as system:
         with ThreadPoolExecutor(1) as threads:
-            app = build_app(config, system.pool._identity, system.pool, text, threads)
+            app, _ = build_app(config, loaded, system.pool, threads)
             listener = bind("127.0.0.1", 0)
             port = listener.getsockname()[1]
             server = http_server(app, config.shutdown_s)

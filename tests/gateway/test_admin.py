@@ -14,6 +14,7 @@ from pdserve.gateway.admin import Admin, LiveRequests
 from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.api_keys import CLIENT_STATE
 from pdserve.gateway.app import on_api_error
+from pdserve.gateway.models import Models
 from pdserve.transfer.messages import Drain
 from tests.gateway.harness import System, running_system, until
 
@@ -29,7 +30,7 @@ def operator(
     debug: bool = True,
 ) -> httpx.AsyncClient:  # fmt: skip
     """A client of the admin routes: from an address, having passed the door with a key of that name."""
-    routes = Admin(system.pool, live or LiveRequests()).routes(debug=debug)
+    routes = Admin(system.pool, live or LiveRequests(), Models([])).routes(debug=debug)
     inner = Starlette(routes=routes, exception_handlers={ApiError: on_api_error})
 
     async def app(scope, receive, send):  # type: ignore[no-untyped-def]

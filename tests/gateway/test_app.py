@@ -328,7 +328,7 @@ async def test_metrics_page_includes_what_workers_report(site: Site) -> None:
     site.system.decode(families=[counter("pdserve_transfer_bytes", 5, link="zmq"), counter("bad name", 1)])
     await site.system.ready(1)
     page = (await site.client.get("/metrics")).text
-    assert 'pdserve_transfer_bytes_total{link="zmq",role="decode",worker="d0"} 5.0' in page
+    assert 'pdserve_transfer_bytes_total{link="zmq",model="m",role="decode",worker="d0"} 5.0' in page
     assert "bad name" not in page
 
 

@@ -108,7 +108,7 @@ async def test_prompt_at_a_draining_prefill_worker_is_finished_there_and_the_nex
     await until(lambda: first.of(Prefill) or second.of(Prefill))
     holder, other = (first, second) if first.of(Prefill) else (second, first)
     holder.draining = True
-    await until(lambda: len(system.pool.pairs(alone=True)) == 1)
+    await until(lambda: len(system.pool.pairs("m", alone=True)) == 1)
     await asyncio.sleep(0.3)
     assert request.attempt == 1
     decode.start((request.id, 1))

@@ -327,7 +327,7 @@ async def test_a_client_that_hangs_up_is_noticed_through_all_that_stands_in_fron
             await asyncio.wait_for(call, 0.3)
         await shared_site.system.idle()
     page = await shared_site.client.get("/metrics", headers=headers)
-    assert 'pdserve_requests_total{outcome="disconnect"} 2.0' in page.text
+    assert 'pdserve_requests_total{model="m",outcome="disconnect"} 2.0' in page.text
 
 
 async def test_without_the_flag_pages_get_no_permission(sites: Sites) -> None:

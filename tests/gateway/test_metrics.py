@@ -3,12 +3,11 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.engine.lifetime import Event, Lifetime
-from pdserve.gateway.metrics import GatewayMetrics, Outcome, outcome_of, printable
+from pdserve.gateway.metrics import GatewayMetrics, Outcome, Report, outcome_of, printable
 from pdserve.transfer.channel import FrameCounts
 from pdserve.transfer.messages import Family, Sample
 from tests.gateway.fake_worker import counter
 
-Reports = list[tuple[str, str, list[Family]]]
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -20,12 +19,18 @@ def series(metrics: GatewayMetrics) -> Series:
     }
 
 
+def of(worker: str, role: str, families: list[Family]) -> Report:
+    return Report({"worker": worker, "role": role}, families)
+
+
 def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
     return name, frozenset(labels.items())
 
 
 def test_every_family_of_the_gateway_is_there_before_the_first_request() -> None:
-    names = {name for name, _ in series(GatewayMetrics(FrameCounts(), list))}
+    metrics = GatewayMetrics(FrameCounts(), list)
+    metrics.of("m")
+    names = {name for name, _ in series(metrics)}
     assert names >= {
         "pdserve_ttft_seconds_bucket", "pdserve_tpot_seconds_bucket", "pdserve_itl_seconds_bucket",
         "pdserve_e2e_seconds_bucket", "pdserve_queue_seconds_bucket", "pdserve_requests_inflight",
@@ -35,10 +40,10 @@ def test_every_family_of_the_gateway_is_there_before_the_first_request() -> None
 
 def test_worker_families_are_labelled_and_a_dead_workers_series_vanish() -> None:
     histogram = Family("pdserve_x_seconds", "histogram", "h", [Sample("pdserve_x_seconds_count", {}, 3.0)])
-    reports: Reports = [
-        ("d0", "decode", [counter("pdserve_transfer_bytes", 7, link="zmq"), histogram]),
-        ("d1", "decode", [counter("pdserve_transfer_bytes", 9, link="zmq")]),
-        ("p0", "prefill", [counter("pdserve_other", 1)]),
+    reports = [
+        of("d0", "decode", [counter("pdserve_transfer_bytes", 7, link="zmq"), histogram]),
+        of("d1", "decode", [counter("pdserve_transfer_bytes", 9, link="zmq")]),
+        of("p0", "prefill", [counter("pdserve_other", 1)]),
     ]
     metrics = GatewayMetrics(FrameCounts(), lambda: reports)
     seen = series(metrics)
@@ -54,7 +59,8 @@ def test_worker_families_are_labelled_and_a_dead_workers_series_vanish() -> None
 def test_frames_dropped_by_the_gateway_stand_beside_those_of_its_workers() -> None:
     frames = FrameCounts()
     frames.drop("malformed")
-    metrics = GatewayMetrics(frames, lambda: [("d0", "decode", [counter("pdserve_frames_dropped", 2, reason="parts")])])
+    theirs = of("d0", "decode", [counter("pdserve_frames_dropped", 2, reason="parts")])
+    metrics = GatewayMetrics(frames, lambda: [theirs])
     seen = series(metrics)
     own = key("pdserve_frames_dropped_total", reason="malformed", worker="gateway", role="gateway")
     assert seen[own] == 1
@@ -77,9 +83,10 @@ def test_latencies_are_observed_once_per_request_and_e2e_only_of_finished_ones()
         for _ in range(4):
             lifetime.token(0)
         lifetime.finish(outcome.value)
-        metrics.observe(lifetime)
+        metrics.of("m").observe(lifetime)
     seen = series(metrics)
-    counts = {name: seen[key(f"pdserve_{name}_seconds_count")] for name in ("queue", "ttft", "tpot", "itl", "e2e")}
+    names = ("queue", "ttft", "tpot", "itl", "e2e")
+    counts = {name: seen[key(f"pdserve_{name}_seconds_count", model="m")] for name in names}
     assert counts == {"queue": 2, "ttft": 2, "tpot": 2, "itl": 6, "e2e": 1}
 
 

@@ -74,11 +74,11 @@ async def test_prefill_workers_are_told_of_every_change_among_decode_workers(sys
 async def test_only_linked_pairs_serve_and_decode_alone_where_nothing_is_linked(system: System) -> None:
     decode = system.decode()
     await system.ready(1)
-    assert [(d.id, p) for d, p in system.pool.pairs(alone=True)] == [(decode.worker, None)]
-    assert system.pool.pairs(alone=False) == []
+    assert [(d.id, p) for d, p in system.pool.pairs("m", alone=True)] == [(decode.worker, None)]
+    assert system.pool.pairs("m", alone=False) == []
     prefill = system.prefill()
     await system.linked(1)
-    assert [(d.id, p and p.id) for d, p in system.pool.pairs(alone=True)] == [(decode.worker, prefill.worker)]
+    assert [(d.id, p and p.id) for d, p in system.pool.pairs("m", alone=True)] == [(decode.worker, prefill.worker)]
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,8 @@ async def test_draining_worker_is_told_so_and_nothing_more_is_placed_on_it(syste
     await system.ready(2)
     first.draining = True
     await until(lambda: first.of(Drain))
-    assert [d.id for d, _ in system.pool.decode_alone()] == [second.worker]
-    assert [d.id for d, _ in system.pool.pairs(alone=True)] == [second.worker]
+    assert [d.id for d, _ in system.pool.decode_alone("m")] == [second.worker]
+    assert [d.id for d, _ in system.pool.pairs("m", alone=True)] == [second.worker]
     await asyncio.sleep(0.5)
     assert len(first.of(Drain)) == 1
     assert second.of(Drain) == []
@@ -367,7 +367,7 @@ async def test_gateway_asked_to_drain_a_worker_places_nothing_on_it_before_the_w
     await system.ready(1)
     decode.frozen = True
     system.pool.dismiss(system.pool.workers[decode.worker])
-    assert system.pool.decode_alone() == []
+    assert system.pool.decode_alone("m") == []
     decode.frozen = False
     await until(lambda: decode.of(Drain))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.gateway.launch import UpConfig, child_specs, parse_config, place_workers
+from pdserve.gateway.model_flags import ModelSource
 from pdserve.gateway.up import (
     claim_port,
     claim_ports,
@@ -26,11 +27,12 @@ from pdserve.gateway.up import (
 from pdserve.transfer.errors import ConfigError
 
 SOCKETS = Path("/run/pdserve-test")
+DEMO = (ModelSource("demo", "demo"),)
 
 
 def commands(*flags: str, cpus: tuple[int, ...] = (0, 1)) -> dict[str, list[str]]:
     config = parse_config(["--model", "demo", *flags])
-    specs = child_specs(config, Path("/models/demo"), 8123, SOCKETS, cpus)
+    specs = child_specs(config, [Path("/models/demo")], 8123, SOCKETS, cpus)
     return {spec.name: list(spec.command) for spec in specs}
 
 
@@ -86,7 +88,7 @@ def test_several_gateways_listen_on_consecutive_ports_and_every_worker_serves_al
 
 def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
     config = parse_config(["--model", "demo", "--gateways", "2"])
-    specs = child_specs(config, Path("/m"), 1, SOCKETS, [0, 1])
+    specs = child_specs(config, [Path("/m")], 1, SOCKETS, [0, 1])
     assert [spec.name for spec in specs if spec.stops_first] == ["gateway-0", "gateway-1"]
 
 
@@ -152,7 +154,7 @@ def test_block_sizes_and_pool_sizes_are_set_per_side() -> None:
 
 def test_workers_compute_on_one_thread_and_the_gateway_is_left_alone() -> None:
     config = parse_config(["--model", "demo"])
-    specs = {spec.name: spec for spec in child_specs(config, Path("/m"), 1, SOCKETS, [0, 1])}
+    specs = {spec.name: spec for spec in child_specs(config, [Path("/m")], 1, SOCKETS, [0, 1])}
     for name in ("prefill-0", "decode-0"):
         assert specs[name].env["OMP_NUM_THREADS"] == specs[name].env["MKL_NUM_THREADS"] == "1"
         assert "--cpu" in specs[name].command
@@ -272,15 +274,15 @@ PREFILL_0 = worker("prefill-0", ("decode-0", "linked"))
 def test_the_system_is_ready_when_every_worker_is_and_every_pair_is_linked(
     workers: list[dict[str, object]], decode: int, missing: list[str]
 ) -> None:
-    assert missing_workers({"workers": workers}, UpConfig("demo", decode=decode)) == missing
+    assert missing_workers({"workers": workers}, UpConfig(DEMO, decode={"demo": decode})) == missing
 
 
 def test_an_aggregated_system_waits_for_no_links() -> None:
-    assert missing_workers({"workers": [worker("decode-0")]}, UpConfig("demo", prefill=0)) == []
+    assert missing_workers({"workers": [worker("decode-0")]}, UpConfig(DEMO, prefill={"demo": 0})) == []
 
 
 def test_no_answer_yet_means_that_everyone_is_missing() -> None:
-    assert missing_workers(None, UpConfig("demo")) == ["prefill-0", "decode-0"]
+    assert missing_workers(None, UpConfig(DEMO)) == ["prefill-0", "decode-0"]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_the_address_to_try_is_one_that_can_be_reached(host: str, named: str) ->
 
 
 def test_the_command_to_try_is_valid_shell_and_json(tmp_path: Path) -> None:
-    config = UpConfig("demo", served_model_name="a name")
+    config = UpConfig((ModelSource("a name", "demo"),))
     _, command = ready_message(config, "127.0.0.1", 8123).split("\n", 1)
     curl = tmp_path / "curl"
     curl.write_text(f"#!{sys.executable}\nimport json, sys\nprint(sys.argv[2], json.loads(sys.argv[-1])['model'])\n")
@@ -308,7 +310,7 @@ from pathlib import Path
 from pdserve.gateway import up
 from pdserve.gateway.supervisor import ChildSpec
 
-def stubs(config, model, port, sockets, cpus):
+def stubs(config, models, port, sockets, cpus):
     (sockets / "gateway").touch()
     code = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
     return [ChildSpec(name, (sys.executable, "-S", "-c", code)) for name in ("gateway", "decode-0")]
