@@ -20,6 +20,7 @@ from transformers.utils import logging as hf_logging
 
 from ..transfer.errors import CheckpointError, ConfigError, UnsupportedModel
 from ..transfer.layout import KVLayout
+from .fused import fuse
 from .kv_cache import TORCH_DTYPES
 from .model_directory import read_json, tensor_names, weight_files
 from .probe import probe_layers
@@ -44,7 +45,14 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, *, fingerprint: str, dtype: str, device: str, max_model_len: int | None, trust_remote_code: bool
+    path: Path,
+    *,
+    fingerprint: str,
+    dtype: str,
+    device: str,
+    max_model_len: int | None,
+    trust_remote_code: bool,
+    fused_modules: bool = True,
 ) -> LoadedModel:
     """Load the Hugging Face directory at `path` for inference.
 
@@ -63,14 +71,18 @@ def load_model(
     torch.nn.Module.to(module, torch_device)
     module.train(False)
     module.requires_grad_(False)
-    return describe(module, fingerprint=fingerprint, max_model_len=limit)
+    return describe(module, fingerprint=fingerprint, max_model_len=limit, fused_modules=fused_modules)
 
 
-def describe(module: PreTrainedModel, *, fingerprint: str, max_model_len: int) -> LoadedModel:
-    """Probe a module that is in memory. Raises UnsupportedModel."""
+def describe(
+    module: PreTrainedModel, *, fingerprint: str, max_model_len: int, fused_modules: bool = True
+) -> LoadedModel:
+    """Probe a module that is in memory, then let the kernels in C do what they can of it. Raises UnsupportedModel."""
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise UnsupportedModel(f"{type(module).__name__}: its forward has no logits_to_keep")
     layers, vocab_size = probe_layers(module)
+    if fused_modules:
+        fuse(module)
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == module.dtype)
     return LoadedModel(
         module=module,

@@ -32,6 +32,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     trust_remote_code: bool = False
+    fused_modules: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-memory", help="memory for the KV pool, such as 512M or 2G; instead of --kv-blocks")
     parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the model's)")
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument(
+        "--no-fused-modules", action="store_true", help="run the model's own modules instead of our kernels in C"
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -71,6 +75,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_model_len=args.max_model_len,
         prefix_caching=not args.no_prefix_caching,
         trust_remote_code=args.trust_remote_code,
+        fused_modules=not args.no_fused_modules,
     )
 
 
@@ -86,6 +91,7 @@ def build_engine(config: EngineConfig) -> Engine:
         device=config.device,
         max_model_len=config.max_model_len,
         trust_remote_code=config.trust_remote_code,
+        fused_modules=config.fused_modules,
     )
     num_blocks = plan_num_blocks(
         model.layout, config.block_size, config.kv_blocks, config.kv_memory_bytes, config.device

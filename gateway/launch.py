@@ -61,6 +61,7 @@ class UpConfig:
     preemption: str | None = None
     swap_memory: str | None = None
     no_prefix_caching: bool = False
+    no_fused_modules: bool = False
     check_invariants: bool = False
     trust_remote_code: bool = False
     debug_endpoints: bool = False
@@ -106,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each decode worker")
     memory.add_argument("--prefill-kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each prefill worker")
     memory.add_argument("--no-prefix-caching", action="store_true")
+    memory.add_argument("--no-fused-modules", action="store_true", help="the model's own modules, not our kernels in C")
     add_per_model(memory, "--chat-template", "FILE", "instead of the model's own")
     memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     limits = parser.add_argument_group("scheduling")
@@ -237,6 +239,7 @@ def child_specs(
         dtype=config.dtype,
         chunk_tokens=config.chunk_tokens,
         no_prefix_caching=config.no_prefix_caching,
+        no_fused_modules=config.no_fused_modules,
         check_invariants=config.check_invariants,
     )
     prefill = worker + _flags(

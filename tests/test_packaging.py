@@ -51,8 +51,9 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_source_file_of_the_rooms_and_nothing_else(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = {f"pdserve/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    assert packed == sources
+    suffixes = (".py", ".c", ".h")
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in suffixes]
+    assert packed == {f"pdserve/{path.relative_to(ROOT)}" for path in paths}
 
 
 def test_the_installed_command_runs_and_knows_its_version(site: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_flag_reaches_the_programs_it_concerns(
     assert [value(found[child], name) for child in ("gateway", "prefill-0", "decode-0")] == [gateway, prefill, decode]
 
 
-@pytest.mark.parametrize("flag", ["--no-prefix-caching", "--check-invariants"])
+@pytest.mark.parametrize("flag", ["--no-prefix-caching", "--no-fused-modules", "--check-invariants"])
 def test_a_switch_for_workers_reaches_both_pools_and_not_the_gateway(flag: str) -> None:
     found = commands(flag)
     assert [flag in found[child] for child in ("gateway", "prefill-0", "decode-0")] == [False, True, True]

@@ -1,0 +1,124 @@
+"""The kernels in C (`native/`): compiled once by the machine's own compiler, kept in the cache, called through ctypes.
+
+The name of what was compiled holds a hash of sources, flags and architecture, so another version, or a home directory
+shared between different machines, never meets the wrong one. Where there is no compiler, or it fails, one line is
+logged and everything runs on torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("native")
+COMMON_FLAGS = (
+    "-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden",
+    "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wno-psabi",
+)  # fmt: skip
+# Instruction sets by the name torch gives what this processor, and its operating system, can run.
+LEVEL_FLAGS = {
+    "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+    "AVX2": ("-mavx2", "-mfma"),
+    "DEFAULT": (),
+}
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_LIMIT_S = 120.0
+MAX_REASON_CHARS = 300
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, tuple[type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float], ...]] = {
+    "pd_linear": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT),
+}
+
+
+class NativeUnavailable(Exception):
+    """Why there are no kernels in C here, in one line."""
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The kernels for this processor, compiled now if they never were; None (and one line in the log) without them."""
+    try:
+        return open_library(level())
+    except NativeUnavailable as error:
+        log.warning("no kernels in C, torch does their work, slower: %s", error)
+        return None
+
+
+def level() -> str:
+    """The best of LEVEL_FLAGS that runs here."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return next((name for name in LEVEL_FLAGS if capability.startswith(name)), "DEFAULT")
+
+
+def open_library(level: str) -> ctypes.CDLL:
+    """The kernels for one instruction set. Raises NativeUnavailable."""
+    path = _build(level)
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in SIGNATURES.items():
+            function = library[name]
+            function.argtypes = list(arguments)
+            function.restype = None
+            setattr(library, name, function)
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
+    return library
+
+
+def cache_directory() -> Path:
+    """native/ in $PDSERVE_CACHE, or in pdserve/ of $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("PDSERVE_CACHE"):
+        return Path(own).expanduser() / "native"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "pdserve" / "native"
+
+
+def _build(level: str) -> Path:
+    """The compiled file. Processes that start together may each compile; the last rename wins, and all are equal."""
+    flags = (*COMMON_FLAGS, *LEVEL_FLAGS[level])
+    sources = sorted(SOURCES.glob("*.c"))
+    digest = hashlib.sha256(f"{platform.machine()} {flags}".encode())
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(f"{source.name}\n".encode() + source.read_bytes())
+    directory = cache_directory()
+    path = directory / f"kernels-{level.lower()}-{digest.hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory) as partial:
+                made = Path(partial) / path.name
+                _compile((*flags, "-o", str(made), *map(str, sources), "-lm"))
+                made.rename(path)
+        status = path.stat()
+    except OSError as error:
+        raise NativeUnavailable(f"{directory}: {error.strerror}") from error
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        raise NativeUnavailable(f"{path} belongs to, or can be written by, somebody else")
+    return path
+
+
+def _compile(arguments: tuple[str, ...]) -> None:
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailable("there is no C compiler (cc)")
+    try:
+        done = subprocess.run(
+            [compiler, *arguments], capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable(f"{compiler} did not end within {COMPILE_LIMIT_S:.0f} s") from None
+    if done.returncode != 0:
+        raise NativeUnavailable(f"{compiler} failed: {' '.join(done.stderr.split())[:MAX_REASON_CHARS]}")
