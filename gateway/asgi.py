@@ -6,13 +6,14 @@ import asyncio
 import json
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .api.errors import ApiError
-from .api.responses import CONTENT_TYPE_STREAM, error_event
+from .api.responses import CONTENT_TYPE_STREAM, KEEP_ALIVE, error_event
 from .reply import EventBuffer
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
@@ -128,16 +129,26 @@ class Responder:
         )
         await self._end(body)
 
-    async def stream(self, events: EventBuffer) -> None:
+    async def stream(self, events: EventBuffer, keep_alive_s: float, begun: Callable[[], bool]) -> None:
         """Send events as they come, until the buffer is closed. Headers go out with the first one: until then a
-        refusal can still be a status code."""
-        while data := await events.take():
+        refusal can still be a status code. Where none comes for `keep_alive_s` a comment is sent, once the request
+        has `begun`: a client, or a proxy before it, is not to take a long prompt for a dead connection."""
+        while data := await self._next(events, keep_alive_s, begun):
             if not self.started:
                 await self._start(
                     200, [(b"content-type", CONTENT_TYPE_STREAM.encode()), (b"cache-control", b"no-cache")]
                 )
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         await self._end(b"")
+
+    async def _next(self, events: EventBuffer, keep_alive_s: float, begun: Callable[[], bool]) -> bytes:
+        while True:
+            try:
+                async with asyncio.timeout(keep_alive_s):
+                    return await events.take()
+            except TimeoutError:
+                if self.started or begun():
+                    return KEEP_ALIVE
 
     async def fail(self, error: ApiError, unsent: bytes = b"") -> None:
         """The error as the whole response, or as the last event after `unsent` ones."""

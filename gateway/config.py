@@ -13,8 +13,18 @@ from ..transfer.channel import check_exposed, runtime_directory
 from ..transfer.errors import ConfigError
 from ..transfer.keys import Curve, load_keys
 from .aliases import Alias
+from .api.chat_output import ChatStyle
 from .front_flags import FrontConfig, add_front_arguments, front_config
-from .model_flags import ModelSource, add_model_arguments, add_per_model, aliases_of, models_of, per_model
+from .model_flags import (
+    ModelSource,
+    add_model_arguments,
+    add_per_model,
+    add_style_arguments,
+    aliases_of,
+    chat_styles,
+    models_of,
+    per_model,
+)
 from .router import LocalPrefillMode, PolicyName
 
 
@@ -34,6 +44,8 @@ class GatewayConfig:
     local_prefill: LocalPrefillMode = "auto"
     router_policy: PolicyName = "prefix_aware"
     chat_templates: Mapping[str, Path] = field(default_factory=dict)  # by the model's name
+    chat_styles: Mapping[str, ChatStyle] = field(default_factory=dict)
+    keep_alive_s: float = 10.0
     trust_remote_code: bool = False
     max_model_lens: Mapping[str, int] = field(default_factory=dict)
     max_body_bytes: int = 32 * 1024 * 1024
@@ -68,6 +80,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--router-policy", choices=get_args(PolicyName), default=defaults.router_policy)
     add_per_model(parser, "--chat-template", "FILE", "Jinja template instead of the model's")
+    add_style_arguments(parser)
+    parser.add_argument(
+        "--keep-alive-s", type=float, default=defaults.keep_alive_s, help="silence on a stream before a comment is sent"
+    )
     add_per_model(parser, "--max-model-len", "TOKENS", "longest prompt + output (default: the workers')")
     parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="larger bodies get a 413")
     parser.add_argument(
@@ -101,6 +117,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         ("--death-bound-s", args.death_bound_s),
         ("--max-body-bytes", args.max_body_bytes),
         ("--shutdown-s", args.shutdown_s),
+        ("--keep-alive-s", args.keep_alive_s),
         ("--max-connections", args.max_connections),
         *(("--max-model-len", longest) for longest in max_model_lens.values()),
     ):
@@ -124,6 +141,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[GatewayConfig, argparse.Namesp
         local_prefill=args.local_prefill,
         router_policy=args.router_policy,
         chat_templates=per_model("--chat-template", args.chat_template, models, Path),
+        chat_styles=chat_styles(args, models),
+        keep_alive_s=args.keep_alive_s,
         trust_remote_code=args.trust_remote_code,
         max_model_lens=max_model_lens,
         max_body_bytes=args.max_body_bytes,

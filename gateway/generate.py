@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -51,6 +51,7 @@ class Frontend:
     bodies: Bodies
     request_timeout_s: float | None = None
     live: LiveRequests = field(default_factory=LiveRequests)
+    keep_alive_s: float = 10.0  # silence on a stream before a comment is sent
 
 
 class Generate:
@@ -147,7 +148,7 @@ class Generate:
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(responder.until_disconnect(receive))
-                sender = group.create_task(responder.stream(reply.events)) if parsed.stream else None
+                sender = group.create_task(self._send(responder, reply, requests)) if parsed.stream else None
                 await asyncio.wait([group.create_task(request.run()) for request in requests])
                 if sender is not None:
                     reply.end_stream()
@@ -162,6 +163,11 @@ class Generate:
         model.dispatcher.note_output(reply.completion_tokens / len(requests))
         if not parsed.stream:
             await responder.json(200, reply.body())
+
+    async def _send(self, responder: Responder, reply: Reply, requests: Sequence[Request]) -> None:
+        await responder.stream(
+            reply.events, self._frontend.keep_alive_s, lambda: any(request.begun for request in requests)
+        )
 
     def _request(
         self, model: ServedModel, parsed: ParsedRequest, number: int, client: str, reply: Reply, lifetime: Lifetime
@@ -216,6 +222,4 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
         return [error]
 
     expected = (SlowReader, ClientGone, ApiError)
-    return min(
-        leaves(group), key=lambda e: next((i for i, kind in enumerate(expected, 1) if isinstance(e, kind)), 0)
-    )
+    return min(leaves(group), key=lambda e: next((i for i, kind in enumerate(expected, 1) if isinstance(e, kind)), 0))

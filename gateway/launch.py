@@ -13,7 +13,17 @@ from pathlib import Path
 from ..engine.config import LOG_LEVELS, package_version
 from ..transfer.errors import ConfigError
 from .front_flags import add_front_arguments, front_config
-from .model_flags import ModelSource, add_model_arguments, add_per_model, aliases_of, models_of, per_model
+from .model_flags import (
+    ModelSource,
+    add_model_arguments,
+    add_per_model,
+    add_style_arguments,
+    aliases_of,
+    models_of,
+    per_model,
+    reasoning_parser_named,
+    tool_parser_named,
+)
 from .supervisor import ChildSpec
 
 MAX_PLAIN_CHARS = 40  # of a model's name in the names of its workers, which have at most 64
@@ -49,6 +59,9 @@ class UpConfig:
     log_prompts: bool = False
     local_prefill: str | None = None
     chat_template: Mapping[str, str] = field(default_factory=dict)
+    tool_call_parser: Mapping[str, str] = field(default_factory=dict)
+    reasoning_parser: Mapping[str, str] = field(default_factory=dict)
+    keep_alive_s: float | None = None
     link: str | None = None
     dtype: str | None = None
     block_size: int | None = None
@@ -109,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--no-prefix-caching", action="store_true")
     memory.add_argument("--no-fused-modules", action="store_true", help="the model's own modules, not our kernels in C")
     add_per_model(memory, "--chat-template", "FILE", "instead of the model's own")
+    add_style_arguments(memory)
     memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     limits = parser.add_argument_group("scheduling")
     limits.add_argument("--chunk-tokens", type=int, metavar="TOKENS", help="prompt tokens computed in one step")
@@ -122,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--max-connections", type=int, metavar="N", help="open at a time; the next one gets a 503")
     limits.add_argument("--api-keys", metavar="FILE", help="let only these in (see `pdserve keys api NAME`)")
     add_front_arguments(limits)
+    limits.add_argument("--keep-alive-s", type=float, metavar="S", help="silence on a stream before a comment is sent")
     limits.add_argument(
         "--shutdown-s", type=float, default=UpConfig.shutdown_s, metavar="S", help="time for open requests at Ctrl-C"
     )
@@ -145,7 +160,10 @@ def parse_config(argv: Sequence[str]) -> UpConfig:
     aliases_of(args, args.models)  # a bad one is known before anything is started
     if args.aggregated:
         args.prefill = ["0"]
-    for flag, read in (("prefill", int), ("decode", int), ("max_model_len", int), ("chat_template", str)):
+    for flag, read in (
+        ("prefill", int), ("decode", int), ("max_model_len", int), ("chat_template", str),
+        ("tool_call_parser", tool_parser_named), ("reasoning_parser", reasoning_parser_named),
+    ):  # fmt: skip
         setattr(args, flag, per_model(f"--{flag.replace('_', '-')}", getattr(args, flag), args.models, read))
     front_config(args)  # here already: a gateway that is started would only say so and be started again
     config = UpConfig(**{field.name: getattr(args, field.name) for field in fields(UpConfig)})
@@ -223,6 +241,9 @@ def child_specs(
         shutdown_s=config.shutdown_s,
         max_model_len=_named(config.max_model_len, config),
         chat_template=_named(config.chat_template, config),
+        tool_call_parser=_named(config.tool_call_parser, config),
+        reasoning_parser=_named(config.reasoning_parser, config),
+        keep_alive_s=config.keep_alive_s,
         alias=config.alias,
         debug_endpoints=config.debug_endpoints,
         requests_per_minute=config.requests_per_minute,

@@ -9,11 +9,15 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
+
+from pydantic import TypeAdapter
 
 from ..engine.checkpoint import served_name
 from ..transfer.errors import ConfigError
 from .aliases import Alias, BadWeights, check_weights
+from .api.chat_output import ChatStyle, ToolParserChoice
+from .api.reasoning import ReasoningParserName
 
 T = TypeVar("T")
 
@@ -41,6 +45,31 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_per_model(parser: argparse._ActionsContainer, flag: str, value: str, help: str) -> None:
     """A flag that may be given once for all models, and once for each; read what was given with `per_model`."""
     parser.add_argument(flag, action="append", default=[], metavar=f"[NAME=]{value}", help=help)
+
+
+def add_style_arguments(parser: argparse._ActionsContainer) -> None:
+    tools, reasoning = (", ".join(get_args(choice)) for choice in (ToolParserChoice, ReasoningParserName))
+    add_per_model(parser, "--tool-call-parser", "NAME", f"how the model writes calls of functions: {tools}")
+    add_per_model(parser, "--reasoning-parser", "NAME", f"how it marks its reasoning, to be told apart: {reasoning}")
+
+
+def tool_parser_named(text: str) -> ToolParserChoice:
+    """Raises ValueError."""
+    return TypeAdapter[ToolParserChoice](ToolParserChoice).validate_python(text)
+
+
+def reasoning_parser_named(text: str) -> ReasoningParserName:
+    """Raises ValueError."""
+    return TypeAdapter[ReasoningParserName](ReasoningParserName).validate_python(text)
+
+
+def chat_styles(args: argparse.Namespace, models: Sequence[ModelSource]) -> Mapping[str, ChatStyle]:
+    """Raises ConfigError."""
+    tools = per_model("--tool-call-parser", args.tool_call_parser, models, tool_parser_named)
+    reasoning = per_model("--reasoning-parser", args.reasoning_parser, models, reasoning_parser_named)
+    return {
+        model.name: ChatStyle(tools.get(model.name, "auto"), reasoning.get(model.name, "none")) for model in models
+    }
 
 
 def models_of(args: argparse.Namespace) -> tuple[ModelSource, ...]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..transfer.messages import Finish
+from .api.chat_output import ChatOutput, FinishReason, Message
 from .api.parsed_request import ParsedRequest
 from .api.responses import ChoiceResult, StreamWriter, Usage, new_reply_id, whole_response
 from .api.text import ChoiceText, Tokenizer
@@ -65,20 +66,20 @@ class Reply:
         self._id = new_reply_id(parsed.kind)
         self._created = int(time.time())
         self._texts = [ChoiceText(tokenizer, parsed.text) for _ in range(parsed.num_choices)]
-        self._pieces: list[list[str]] = [[] for _ in self._texts]
+        self._outputs = [ChatOutput(parsed.output) for _ in self._texts]
+        self._messages = [Message() for _ in self._texts]
         self._token_ids: list[list[int]] = [[] for _ in self._texts]
-        self._finishes: list[Finish] = [""] * parsed.num_choices
+        self._finishes: list[FinishReason] = [""] * parsed.num_choices
         self._writer = StreamWriter(parsed, self._id, self._created)
         self.events = EventBuffer()
         self.count_cached: Callable[[], int] = int  # prompt tokens found in caches; set once requests exist
 
     def token(self, choice: int, token: int, finish: Finish) -> bool:
-        """Take the next token of `choice`. True when a stop string ended it."""
+        """Take the next token of `choice`. True when it is over, be it through a stop string or its only call."""
         state = self._texts[choice]
         text = state.push(token, finish)
         stopped = state.stopped is not None
-        self._show(choice, text, [token], "stop" if stopped else finish)
-        return stopped
+        return self._show(choice, text, [token], "stop" if stopped else finish)
 
     def late_finish(self, choice: int, finish: Finish) -> None:
         """`choice` ended with the token taken last."""
@@ -86,20 +87,30 @@ class Reply:
         text = state.end()
         self._show(choice, text, [], "stop" if state.stopped is not None else finish)
 
-    def _show(self, choice: int, text: str, token_ids: Sequence[int], finish: Finish) -> None:
-        self._finishes[choice] = finish
+    def _show(self, choice: int, text: str, token_ids: Sequence[int], finish: Finish) -> bool:
+        """Take in new text. True when the choice is over."""
+        output = self._outputs[choice]
+        token_end = self._texts[choice].num_chars if token_ids else None
+        delta = output.feed(text, token_end=token_end, final=bool(finish))
+        if output.over:
+            finish = finish or "stop"
+        reason = self._finishes[choice] = output.finish_reason(finish)
         if self._parsed.stream:
             usage = self.usage() if self._parsed.continuous_usage else NO_USAGE
-            self.events.put(self._writer.delta(choice, text, token_ids, finish, usage))
+            self.events.put(self._writer.delta(choice, delta.content, token_ids, reason, usage, delta))
         else:
-            self._pieces[choice].append(text)
+            self._messages[choice].add(delta)
             self._token_ids[choice].extend(token_ids)
+        return bool(finish)
 
     def usage(self) -> Usage:
-        return Usage(self._parsed.prompt_tokens, self.completion_tokens, self.count_cached())
+        reasoning = None
+        if self._parsed.output.reasoning is not None:
+            reasoning = sum(output.reasoning_tokens for output in self._outputs)
+        return Usage(self._parsed.prompt_tokens, self.completion_tokens, self.count_cached(), reasoning)
 
     @property
-    def finishes(self) -> Sequence[Finish]:
+    def finishes(self) -> Sequence[FinishReason]:
         """Each choice's finish reason, "" while it has none."""
         return self._finishes
 
@@ -115,7 +126,7 @@ class Reply:
     def body(self) -> bytes:
         """The answer as one JSON object."""
         results = [
-            ChoiceResult("".join(pieces), ids, finish)
-            for pieces, ids, finish in zip(self._pieces, self._token_ids, self._finishes, strict=True)
+            ChoiceResult(message.content, ids, finish, message.reasoning, message.calls)
+            for message, ids, finish in zip(self._messages, self._token_ids, self._finishes, strict=True)
         ]
         return whole_response(self._parsed, self._id, self._created, results, self.usage())

@@ -122,6 +122,11 @@ class Request:
         return all(choice.ended_by for choice in self.choices)
 
     @property
+    def begun(self) -> bool:
+        """Does a worker compute it?"""
+        return self.state in (State.PREFILLING, State.DECODING)
+
+    @property
     def _unfinished(self) -> list[int]:
         return [number for number, choice in enumerate(self.choices) if not choice.ended_by]
 

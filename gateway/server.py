@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from ..engine.checkpoint import fingerprint, resolve
 from ..engine.model_directory import read_json
 from ..transfer.channel import is_loopback
+from .api.chat_output import PLAIN_STYLE, ChatStyle
 from .api.text import Tokenizer
 from .api_keys import keys_in_force
 from .app import App, reports
@@ -99,13 +100,15 @@ def eos_token_ids(path: Path) -> frozenset[int]:
     return frozenset(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
 
 
-def load_tokenizer(path: Path, chat_template: Path | None, trust_remote_code: bool) -> Tokenizer:
+def load_tokenizer(
+    path: Path, chat_template: Path | None, trust_remote_code: bool, style: ChatStyle = PLAIN_STYLE
+) -> Tokenizer:
     """The tokenizer, without torch: transformers imports it when it finds it, at the cost of 200 MB and a second, but
     tokenizers do not need it. (Remote code might.)"""
     if not trust_remote_code and "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # "import torch" now raises ModuleNotFoundError
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would announce that there is no torch
-    return Tokenizer(path, chat_template_file=chat_template, trust_remote_code=trust_remote_code)
+    return Tokenizer(path, chat_template_file=chat_template, trust_remote_code=trust_remote_code, style=style)
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,12 @@ def load_models(config: GatewayConfig) -> list[LoadedModel]:
     for model in config.models:
         path = resolve(model.source)
         identity = ModelIdentity(model.name, str(path), fingerprint(path))
-        tokenizer = load_tokenizer(path, config.chat_templates.get(model.name), config.trust_remote_code)
+        tokenizer = load_tokenizer(
+            path,
+            config.chat_templates.get(model.name),
+            config.trust_remote_code,
+            config.chat_styles.get(model.name, PLAIN_STYLE),
+        )
         loaded.append(LoadedModel(identity, tokenizer, eos_token_ids(path)))
     return loaded
 
@@ -156,6 +164,7 @@ def build_app(
         threads=threads,
         bodies=Bodies(config.max_body_bytes),
         request_timeout_s=config.front.request_timeout_s,
+        keep_alive_s=config.keep_alive_s,
     )
     app = App(pool, frontend, int(time.time()), config.debug_endpoints).build()
     keys = keys_in_force(config.api_keys, os.environ)

@@ -7,13 +7,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from .errors import ApiError, invalid
-from .openai_api import ChatMessage, ContentPart, ToolCall
+from .openai_api import ChatMessage, ContentPart, FunctionCall
 from .text import Tokenizer
+from .tool_prompt import with_tools_in_text
 
 
-def template_messages(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One dict per message. Raises ApiError 400 naming the member ("messages.0.content.1.type")."""
-    return [_template_message(message, f"messages.{i}", tokenizer) for i, message in enumerate(messages)]
+def template_messages(
+    messages: Sequence[ChatMessage], tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """What the chat template is given; where it knows of no tools, they are in the text.
+
+    Raises ApiError 400 naming the member ("messages.0.content.1.type").
+    """
+    result = []
+    called = ""  # id of the latest deprecated `function_call`: its result comes without one
+    names: dict[str, str] = {}  # of the functions called so far, by the call's id
+    for index, message in enumerate(messages):
+        templated = _template_message(message, f"messages.{index}", tokenizer)
+        if message.function_call is not None:
+            called = f"call{index:05}"  # nine letters and digits, as Mistral's templates want it
+            templated["tool_calls"] = [_template_tool_call(called, message.function_call, tokenizer)]
+        if message.role == "function":
+            templated |= {"role": "tool", "tool_call_id": called or f"call{index:05}"}
+        names.update({call["id"]: call["function"]["name"] for call in templated.get("tool_calls", ())})
+        if templated["role"] == "tool" and (name := names.get(templated["tool_call_id"])):
+            templated.setdefault("name", name)
+        result.append(templated)
+    if tokenizer.template.tools:
+        return result
+    return with_tools_in_text(result, tools, system=tokenizer.template.system)
 
 
 def _template_message(message: ChatMessage, path: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -29,7 +51,7 @@ def _template_message(message: ChatMessage, path: str, tokenizer: Tokenizer) -> 
     }
     result.update({name: value for name, value in optional.items() if value is not None})
     if message.tool_calls:
-        result["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+        result["tool_calls"] = [_template_tool_call(call.id, call.function, tokenizer) for call in message.tool_calls]
     return result
 
 
@@ -71,13 +93,14 @@ def _part_text(part: ContentPart, path: str) -> str:
     return text
 
 
-def _template_tool_call(call: ToolCall) -> dict[str, Any]:
-    """Templates walk the arguments as an object, clients send them as a string of JSON."""
-    arguments: Any = call.function.arguments
-    try:
-        parsed = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict):
-        arguments = parsed
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _template_tool_call(call_id: str, function: FunctionCall, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Clients send the arguments as a string of JSON; most templates walk them as an object."""
+    arguments: Any = function.arguments
+    if tokenizer.template.argument_objects:
+        try:
+            parsed = json.loads(function.arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict):
+            arguments = parsed
+    return {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": arguments}}

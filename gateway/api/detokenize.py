@@ -40,7 +40,7 @@ class TokenText(Protocol):
         """The text that is certain now and was not before."""
 
     def flush(self) -> str:
-        """What is left when no token follows."""
+        """What is left when no token follows. Tokens that do follow are decoded as if they stood alone, at most."""
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -153,10 +153,26 @@ class WindowText:
 
     def flush(self) -> str:
         shown, whole = "".join(self._shown), self._decode(self._all)
+        self._all, self._shown, self._before, self._window, self._holding = [], [], [], [], False
         if whole.startswith(shown):
             return whole[len(shown) :]
         log.warning("the tokenizer's decoder is not incremental: streamed text differs from the whole text")
         return ""
+
+
+class MarkedText:
+    """`text`, but the tokens of `markers` are those markers, whatever `text` would make of them."""
+
+    def __init__(self, text: TokenText, markers: Mapping[int, str]) -> None:
+        self._text = text
+        self._markers = markers
+
+    def push(self, token: int) -> str:
+        marker = self._markers.get(token)
+        return self._text.push(token) if marker is None else self._text.flush() + marker
+
+    def flush(self) -> str:
+        return self._text.flush()
 
 
 def decoder_steps(decoder: Any) -> list[Mapping[str, Any]]:  # Any: `tokenizers` has no type for a decoder's state

@@ -16,6 +16,7 @@ MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024  # bounds what is held back, and searched, per token
 MAX_TOKEN_LIST = 1024  # entries of logit_bias and of stop_token_ids
+MAX_TOOLS = 1024
 INT32 = 1 << 31
 INT64 = 1 << 63
 
@@ -147,6 +148,60 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+
+
+class ToolFunction(BaseModel):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedToolSet(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolSet
+
+
+def _kind_of_choice(value: object) -> str:
+    if not isinstance(value, dict):
+        return f"{TAG}mode"
+    return f"{TAG}allowed" if value.get("type") == "allowed_tools" else f"{TAG}named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(f"{TAG}mode")]
+    | Annotated[NamedTool, Tag(f"{TAG}named")]
+    | Annotated[AllowedTools, Tag(f"{TAG}allowed")],
+    Discriminator(_kind_of_choice),
+]
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag(f"{TAG}mode")] | Annotated[NamedFunction, Tag(f"{TAG}named")],
+    Discriminator(_kind_of_choice),
+]
+
+
 class ChatMessage(BaseModel):
     """One message; which members it needs depends on `role`, see `parsing.py`."""
 
@@ -167,10 +222,23 @@ class ChatRequest(CommonRequest):
     continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Flag | None = None
+    functions: Annotated[list[ToolFunction], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: FunctionChoice | None = None
+
+    reasoning_effort: Annotated[str, StringConstraints(max_length=64)] | None = None  # shown to the chat template
+
+    # Accepted, and without a meaning here.
+    verbosity: Literal["low", "medium", "high"] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    store: Flag | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
     top_logprobs: NotYet = None
-    tools: NotYet = None
-    tool_choice: NotYet = None
-    functions: NotYet = None
-    function_call: NotYet = None
     modalities: NotYet = None
     audio: NotYet = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...transfer.sampling_params import SamplingParams
+from .chat_output import ONLY_CONTENT, OutputFormat
 from .text import TextOptions
 
 Kind = Literal["chat", "completion"]
@@ -31,6 +32,7 @@ class ParsedRequest:
     `params` holds one entry per prompt: they differ in `max_tokens` when the client gave none (it is what the prompt
     leaves free), and in `seed` when the client gave none (equal prompts must not get equal answers).
     `echo_texts` holds the text to show before each prompt's choices, or nothing when echo is off.
+    `output` says how the text of a chat's choices is to be read.
     `include_usage` and `continuous_usage` concern streams only.
     """
 
@@ -48,6 +50,7 @@ class ParsedRequest:
     cache_salt: str
     priority: int
     max_tokens_given: bool = True  # else the client leaves the length of the answer to the model
+    output: OutputFormat = ONLY_CONTENT
 
     @property
     def num_choices(self) -> int:

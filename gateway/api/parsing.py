@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ...transfer.sampling_params import SamplingParams
-from .chat_messages import template_messages
+from .chat_request import parse_chat_request
 from .errors import ApiError, invalid, model_not_found, not_supported
 from .json_body import load_object
 from .openai_api import INT32, MAX_PROMPTS, TAG, ChatRequest, CommonRequest, CompletionRequest
@@ -41,10 +41,6 @@ _NOT_YET: dict[str, Callable[[Any], bool]] = {
     "guided_grammar": lambda value: False,
     "use_beam_search": lambda value: value is False,
     "suffix": lambda value: value == "",
-    "tools": lambda value: value == [],
-    "tool_choice": lambda value: value == "none",
-    "functions": lambda value: value == [],
-    "function_call": lambda value: value == "none",
     "modalities": lambda value: value == ["text"],
     "audio": lambda value: False,
 }
@@ -55,24 +51,15 @@ def parse_chat(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Parsed
     request = _validate(ChatRequest, body, limits)
     if request.echo:
         raise not_supported("echo", "echo for chat")
-    if request.continue_final_message and request.add_generation_prompt:
-        raise invalid("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
-    add_generation_prompt = request.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not request.continue_final_message
-    prompt = tokenizer.encode_chat(
-        template_messages(request.messages, tokenizer),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        template_kwargs=request.chat_template_kwargs,
-    )
+    chat = parse_chat_request(request, tokenizer)
+    prompt = chat.prompt
     _check_prompt(prompt, tokenizer, "messages")
     plain = request.max_completion_tokens is None
     limit_field = "max_tokens" if plain else "max_completion_tokens"
     asked = request.max_tokens if plain else request.max_completion_tokens
     max_tokens = _resolve_max_tokens(len(prompt), asked, None, limits, "messages", limit_field)
     parsed = _parsed("chat", request, [prompt], [max_tokens], (), tokenizer)
-    return replace(parsed, max_tokens_given=asked is not None)
+    return chat.applied_to(replace(parsed, max_tokens_given=asked is not None))
 
 
 def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:

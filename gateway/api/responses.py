@@ -11,11 +11,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...transfer.messages import Finish
+from .call_json import CallDeltas, whole_calls
+from .chat_output import Call, Delta, FinishReason
 from .errors import ApiError
 from .parsed_request import Kind, ParsedRequest
 
+NOTHING_MORE = Delta()
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it
 CONTENT_TYPE_STREAM = "text/event-stream; charset=utf-8"
 
 _REPLY_PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-"}
@@ -26,21 +29,25 @@ _WHOLE_OBJECT: dict[Kind, str] = {"chat": "chat.completion", "completion": "text
 @dataclass(frozen=True)
 class Usage:
     """Token counts over the whole request. `completion_tokens` adds up all choices, the finishing token included;
-    `cached_tokens` (≤ `prompt_tokens`) are prompt tokens found in a prefix cache."""
+    `cached_tokens` (≤ `prompt_tokens`) are prompt tokens found in a prefix cache;
+    `reasoning_tokens` (≤ `completion_tokens`) is None where no reasoning parser is on."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """One finished choice: the concatenation of everything `ChoiceText.push` returned, all its tokens, and why it
-    ended ("stop" when a stop string was found)."""
+    """One finished choice: its content, all its tokens, why it ended ("stop" when a stop string was found), and what
+    else a chat message holds."""
 
     text: str
     token_ids: Sequence[int]
-    finish: Finish
+    finish: FinishReason
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
 
 
 def new_reply_id(kind: Kind) -> str:
@@ -49,14 +56,17 @@ def new_reply_id(kind: Kind) -> str:
 
 
 def _usage_json(usage: Usage) -> str:
+    reasoning = ""
+    if usage.reasoning_tokens is not None:
+        reasoning = f',"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens}}}'
     return (
         f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens}'
         f',"total_tokens":{usage.prompt_tokens + usage.completion_tokens}'
-        f',"prompt_tokens_details":{{"cached_tokens":{min(usage.cached_tokens, usage.prompt_tokens)}}}}}'
+        f',"prompt_tokens_details":{{"cached_tokens":{min(usage.cached_tokens, usage.prompt_tokens)}}}{reasoning}}}'
     )
 
 
-def _finish_json(finish: Finish) -> str:
+def _finish_json(finish: FinishReason) -> str:
     return f'"{finish}"' if finish else "null"
 
 
@@ -92,28 +102,53 @@ class StreamWriter:
         )
         self._started = [False] * request.num_choices
         self._finished = [False] * request.num_choices
+        self._call_deltas = CallDeltas(request.output.calling) if request.output.calling else None
 
-    def delta(self, choice: int, text: str, token_ids: Sequence[int], finish: Finish, usage: Usage) -> bytes:
-        """Events for new text and tokens of one choice; `usage` as of now (used with continuous usage only)."""
+    def delta(
+        self,
+        choice: int,
+        text: str,
+        token_ids: Sequence[int],
+        finish: FinishReason,
+        usage: Usage,
+        more: Delta = NOTHING_MORE,
+    ) -> bytes:
+        """Events for new content and tokens of one choice; `usage` as of now (used with continuous usage only). Of
+        `more` the reasoning and the calls count."""
         assert not self._finished[choice], "a choice has exactly one finish reason"
         self._finished[choice] = bool(finish)
         first = not self._started[choice]
         self._started[choice] = True
         opening = b""
         if first and self._chat:
-            opening = self._chunk(choice, '"delta":{"role":"assistant","content":""}', "", first, "", usage)
+            content = "null" if self._call_deltas else '""'
+            opening = self._chunk(choice, f'"delta":{{"role":"assistant","content":{content}}}', "", first, "", usage)
         if first and self._request.echo_texts:
             text = self._request.echo_texts[choice // self._request.n] + text
-        if not text and not finish and not (self._request.return_token_ids and token_ids):
+        if self._call_deltas is not None:
+            for call in self._call_deltas.openings(more.calls):
+                opening += self._chunk(choice, f'"delta":{{{call}}}', "", False, "", usage)
+        members = self._members(text, more) if self._chat else ""
+        if not text and not members and not finish and not (self._request.return_token_ids and token_ids):
             return opening
         if self._chat:
-            body = f'"delta":{{"content":{json.dumps(text)}}}' if text or not finish else '"delta":{}'
+            members = members or ("" if finish else '"content":""')
+            body = f'"delta":{{{members}}}'
         else:
             body = f'"text":{json.dumps(text)}'
         ids = f',"token_ids":{_ids_json(token_ids)}' if self._request.return_token_ids else ""
         return opening + self._chunk(choice, body, finish, first and not self._chat, ids, usage)
 
-    def _chunk(self, choice: int, body: str, finish: Finish, first: bool, ids: str, usage: Usage) -> bytes:
+    def _members(self, text: str, more: Delta) -> str:
+        """Of a chat's delta."""
+        members = [f'"reasoning_content":{json.dumps(more.reasoning)}'] if more.reasoning else []
+        if text:
+            members.append(f'"content":{json.dumps(text)}')
+        if self._call_deltas is not None and (arguments := self._call_deltas.arguments(more.calls)):
+            members.append(arguments)
+        return ",".join(members)
+
+    def _chunk(self, choice: int, body: str, finish: FinishReason, first: bool, ids: str, usage: Usage) -> bytes:
         request = self._request
         outer = ""
         if first and request.return_token_ids:
@@ -138,6 +173,16 @@ class StreamWriter:
         return _event(f'{self._head}"choices":[],"usage":{_usage_json(usage)}}}') + DONE
 
 
+def _message(request: ParsedRequest, result: ChoiceResult) -> str:
+    content = "null" if result.calls and not result.text else json.dumps(result.text)
+    members = [f'"role":"assistant","content":{content},"refusal":null']
+    if request.output.reasoning is not None:
+        members.append(f'"reasoning_content":{json.dumps(result.reasoning or None)}')
+    if result.calls and request.output.calling is not None:
+        members.append(whole_calls(request.output.calling, result.calls))
+    return ",".join(members)
+
+
 def whole_response(
     request: ParsedRequest, reply_id: str, created: int, results: Sequence[ChoiceResult], usage: Usage
 ) -> bytes:
@@ -146,8 +191,7 @@ def whole_response(
     for index, result in enumerate(results):
         members = [f'"index":{index}']
         if request.kind == "chat":
-            text = json.dumps(result.text)
-            members.append(f'"message":{{"role":"assistant","content":{text},"refusal":null}}')
+            members.append(f'"message":{{{_message(request, result)}}}')
         else:
             echo = request.echo_texts[index // request.n] if request.echo_texts else ""
             members.append(f'"text":{json.dumps(echo + result.text)}')

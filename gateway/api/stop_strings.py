@@ -29,7 +29,7 @@ class StopScanner:
         held = self._held + text
         if not may_stop:
             self._floor = len(held)
-        open_at = len(held) if final else min(_open_start(held, stop) for stop in self._stops)
+        open_at = len(held) if final else min(open_start(held, stop) for stop in self._stops)
         match = self._first_match(held)
         if match is not None and match[0] <= open_at:
             start, length = match
@@ -50,7 +50,7 @@ class StopScanner:
         return min(found, default=None)
 
 
-def _open_start(held: str, stop: str) -> int:
+def open_start(held: str, stop: str) -> int:
     """Where the longest suffix of `held` that is a proper prefix of `stop` begins; len(held) if there is none."""
     start = max(0, len(held) - len(stop) + 1)
     while (start := held.find(stop[0], start)) >= 0:

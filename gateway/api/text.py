@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 
 from ...transfer.errors import CheckpointError, ConfigError, UnsupportedModel
 from ...transfer.messages import Finish
+from .chat_output import PLAIN_STYLE, ChatStyle
 from .detokenize import (
     BYTE_TOKEN,
     ByteLevelText,
     LocalText,
+    MarkedText,
     TokenText,
     WindowText,
     byte_level_bytes,
@@ -28,17 +31,22 @@ from .detokenize import (
 )
 from .errors import invalid
 from .stop_strings import StopScanner
+from .template_traits import template_traits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TextOptions:
     """How one choice's tokens become text. `stop` strings (none empty) end it; `include_stop` keeps the stop string,
-    or the text of the token that stopped it. Stop strings completed by the first `min_tokens` tokens do not count."""
+    or the text of the token that stopped it. Stop strings completed by the first `min_tokens` tokens do not count.
+    `markers` are special tokens that are text even where special tokens are skipped."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    markers: tuple[str, ...] = ()
 
 
 class Tokenizer:
@@ -48,7 +56,14 @@ class Tokenizer:
     when one thread changes its truncation or padding while another encodes; the first call below settles both.)
     """
 
-    def __init__(self, path: Path, *, chat_template_file: Path | None = None, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chat_template_file: Path | None = None,
+        trust_remote_code: bool = False,
+        style: ChatStyle = PLAIN_STYLE,
+    ) -> None:
         """Raises ConfigError (or a subclass) when the tokenizer or the template file cannot be used."""
         # Here and not above: importing transformers takes seconds, which `--help` and a bad flag need not wait for.
         from transformers import AutoTokenizer
@@ -64,6 +79,7 @@ class Tokenizer:
             raise UnsupportedModel(f"{type(self._hf).__name__} has no fast (tokenizers) version")
         if chat_template_file is not None:
             self._hf.chat_template = _read_template(chat_template_file)
+        self.style = style
         self._reserved_kwargs = _reserved_template_kwargs(self._hf)
         self._backend: Any = self._hf.backend_tokenizer
         self.encode("a")  # settles truncation and padding, see above
@@ -75,6 +91,22 @@ class Tokenizer:
         self._kind = decoder_kind(steps)
         self._byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self._anchor = self._find_anchor() if self._kind == "local" else None
+        self.template = template_traits(self._probe_template)
+
+    @property
+    def template_text(self) -> str:
+        """The chat template's source ("None" when there is none)."""
+        return str(self._hf.chat_template)
+
+    def _probe_template(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str | None:
+        if self._hf.chat_template is None:
+            return None
+        try:
+            text: str = self._hf.apply_chat_template(list(messages), tools=tools, tokenize=False)
+        except Exception as error:  # it is foreign code, and whether it takes such messages is what is to be found out
+            log.debug("the chat template refuses a probe: %s", error)
+            return None
+        return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids as `tokenizer(text).input_ids`: with BOS when the model wants one."""
@@ -123,7 +155,7 @@ class Tokenizer:
 
     def knows_role(self, role: str) -> bool:
         """Does the chat template name this role?"""
-        return role in str(self._hf.chat_template)
+        return role in self.template_text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `ids`; `clean_up_tokenization_spaces` is off here and everywhere."""
@@ -134,8 +166,14 @@ class Tokenizer:
         """Each token's entry in the vocabulary; "" where the vocabulary has none."""
         return [self._backend.id_to_token(token) or "" for token in ids]
 
-    def incremental(self, *, skip_special_tokens: bool) -> TokenText:
-        """A fresh incremental decoder whose pieces add up to `decode` of the same ids."""
+    def incremental(self, *, skip_special_tokens: bool, markers: Sequence[str] = ()) -> TokenText:
+        """A fresh incremental decoder whose pieces add up to `decode` of the same ids. Tokens that are one of
+        `markers` are text in any case."""
+        plain = self._incremental(skip_special_tokens)
+        marked = {token: marker for marker in markers if (token := self._backend.token_to_id(marker)) is not None}
+        return MarkedText(plain, marked) if marked else plain
+
+    def _incremental(self, skip_special_tokens: bool) -> TokenText:
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -175,10 +213,11 @@ class ChoiceText:
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._options = options
-        self._tokens = tokenizer.incremental(skip_special_tokens=options.skip_special_tokens)
+        self._tokens = tokenizer.incremental(skip_special_tokens=options.skip_special_tokens, markers=options.markers)
         self._stops = StopScanner(options.stop, options.include_stop)
         self._finished = False
         self.num_tokens = 0
+        self.num_chars = 0  # of the tokens' text, shown or held back
 
     @property
     def stopped(self) -> str | None:
@@ -193,6 +232,7 @@ class ChoiceText:
         text = "" if hidden else self._tokens.push(token)
         if finish:
             text += self._tokens.flush()
+        self.num_chars += len(text)
         may_stop = self.num_tokens > self._options.min_tokens
         shown = self._stops.feed(text, final=bool(finish), may_stop=may_stop)
         self._finished = bool(finish) or self.stopped is not None
