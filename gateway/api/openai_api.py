@@ -148,7 +148,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ToolFunction(BaseModel):

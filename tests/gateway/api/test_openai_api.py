@@ -171,7 +171,7 @@ def test_text_parts_are_joined(chat: Parse) -> None:
     assert chat(messages=[{"role": "user", "content": parts}]).prompts == chat().prompts
 
 
-def test_every_role_is_rendered(chat: Parse, tokenizer: Tokenizer) -> None:
+def test_every_role_is_rendered(tokenizer: Tokenizer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": "one"},
@@ -181,10 +181,12 @@ def test_every_role_is_rendered(chat: Parse, tokenizer: Tokenizer) -> None:
         {"role": "function", "content": None, "name": "f"},
         {"role": "assistant", "refusal": "no"},
     ]
-    text = prompt_text(chat(messages=messages), tokenizer)
+    wide = ModelLimits(("demo",), 1000, 1000)
+    text = prompt_text(parse_chat(encode({"model": "demo", "messages": messages}), tokenizer, wide), tokenizer)
     assert text == (
-        "<s><|system|>one</s><|user|>two</s><|assistant|></s><|tool|>three</s><|function|></s><|assistant|>no</s>"
-        "<|assistant|>"
+        '<s><|system|>one</s><|user|>two</s><|assistant|><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call></s>'
+        "<|user|><tool_response>\nthree\n</tool_response>\n<tool_response>\n\n</tool_response></s>"
+        "<|assistant|>no</s><|assistant|>"
     )
 
 
@@ -319,8 +321,8 @@ def test_a_bad_field_is_named_on_both_endpoints(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "auto"}, "tool_choice"),
-        ({"top_logprobs": 2}, "top_logprobs"), ({"echo": True}, "echo"), ({"functions": [{}]}, "functions"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"), ({"tool_choice": "auto"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"), ({"echo": True}, "echo"), ({"functions": [{}]}, "functions.0.name"),
         ({"modalities": ["audio"]}, "modalities"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"add_generation_prompt": 1}, "add_generation_prompt"),
