@@ -17,7 +17,7 @@ from .reasoning import Opened, ReasoningParserName, ReasoningSplitter
 from .tool_parsers import FORCED, FORMATS, CallDelta, NamedCall, ToolCallParser, ToolParserName
 
 FinishReason = Finish | Literal["tool_calls", "function_call"]
-ToolParserChoice = ToolParserName | Literal["auto"]
+ToolParserChoice = Literal["auto", ToolParserName]
 ToolMode = Literal["auto", "required", "named"]
 
 

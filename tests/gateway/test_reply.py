@@ -161,7 +161,7 @@ def test_random_bytes_are_streamed_as_they_are_told_whole(demo: Tokenizer) -> No
         (OutputFormat(AUTO, "maybe"), f"<think>\nwhy 你\n</think>\n{CALLS}", "Hm.", "why 你", BOTH, "tool_calls"),
         (OutputFormat(None, "yes"), "why</think>so", "so", "why", [], "stop"),
         (OutputFormat(Calling("named", ("f",), parallel=False)), '{"a": 1}', None, None, [("f", '{"a": 1}')], "stop"),
-        (OutputFormat(REQUIRED), '[{"name": "g", "parameters": {}}]', None, None, [("g", "{}")], "tool_calls"),
+        (OutputFormat(REQUIRED), '[{"name": "f", "parameters": {}}]', None, None, [("f", "{}")], "tool_calls"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("late", [False, True])

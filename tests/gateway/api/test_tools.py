@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.api.chat_output import PLAIN_STYLE, Calling, ChatStyle
+from pdserve.gateway.api.chat_output import Calling, ChatStyle
 from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.api.parsed_request import ModelLimits, ParsedRequest
 from pdserve.gateway.api.parsing import parse_chat
@@ -43,22 +43,22 @@ Chat = Callable[..., ParsedRequest]
 
 
 @pytest.fixture(scope="session")
-def templated(tokenizer_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+def templated(tokenizer_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokenizer]:
     """The byte-level tokenizer with another template."""
 
-    def make(template: str) -> Tokenizer:
+    def make(template: str, *style: Any) -> Tokenizer:
         path = tmp_path_factory.mktemp("templated") / "m"
         shutil.copytree(tokenizer_dirs["byte_level"], path)
         (path / "chat_template.jinja").write_text(template)
-        return Tokenizer(path)
+        return Tokenizer(path, style=ChatStyle(*style))
 
     return make
 
 
-def chat_with(tokenizer: Tokenizer, style: ChatStyle = PLAIN_STYLE) -> Chat:
+def chat_with(tokenizer: Tokenizer) -> Chat:
     def chat(**fields: Any) -> ParsedRequest:
         body = {"model": "demo", "messages": HELLO} | fields
-        return parse_chat(json.dumps(body).encode(), tokenizer, LIMITS, style)
+        return parse_chat(json.dumps(body).encode(), tokenizer, LIMITS)
 
     return chat
 
@@ -70,7 +70,7 @@ def chat(tokenizer: Tokenizer) -> Chat:
 
 
 @pytest.fixture(scope="session")
-def qwen(templated: Callable[[str], Tokenizer]) -> Tokenizer:
+def qwen(templated: Callable[..., Tokenizer]) -> Tokenizer:
     return templated(QWEN_LIKE)
 
 
@@ -184,7 +184,7 @@ def test_a_template_that_knows_none_tells_them_in_the_system_message(chat: Chat,
 
 
 def test_a_template_without_system_messages_tells_them_in_the_first_user_message(
-    templated: Callable[[str], Tokenizer],
+    templated: Callable[..., Tokenizer],
 ) -> None:
     tokenizer = templated(NO_SYSTEM_LIKE)
     text = prompt(chat_with(tokenizer)(tools=TOOLS), tokenizer)
@@ -212,7 +212,7 @@ def test_earlier_calls_and_results_reach_the_template_as_objects(qwen: Tokenizer
     )
 
 
-def test_a_template_that_wants_arguments_as_text_gets_them_so(templated: Callable[[str], Tokenizer]) -> None:
+def test_a_template_that_wants_arguments_as_text_gets_them_so(templated: Callable[..., Tokenizer]) -> None:
     tokenizer = templated(STRINGS_LIKE)
     assert '(time {"zone": "é"} c1)' in prompt(chat_with(tokenizer)(messages=HISTORY), tokenizer)
 
@@ -227,22 +227,25 @@ def test_earlier_calls_and_results_are_put_into_words_where_the_template_cannot(
     ) in text
 
 
-def test_the_parser_is_the_flags_or_the_templates(qwen: Tokenizer, tokenizer: Tokenizer) -> None:
-    def parser(tokenizer: Tokenizer, style: ChatStyle) -> str:
-        calling = chat_with(tokenizer, style)(tools=TOOLS).output.calling
+def test_the_parser_is_the_flags_or_the_templates(templated: Callable[..., Tokenizer], tokenizer: Tokenizer) -> None:
+    def parser(tokenizer: Tokenizer) -> str:
+        calling = chat_with(tokenizer)(tools=TOOLS).output.calling
         assert calling is not None
         return calling.parser
 
-    assert parser(qwen, ChatStyle()) == "hermes"
-    assert parser(qwen, ChatStyle("mistral")) == "mistral"
-    assert parser(tokenizer, ChatStyle()) == "hermes"
+    assert parser(templated(QWEN_LIKE)) == "hermes"
+    assert parser(templated(QWEN_LIKE.replace("<tool_call>", "[TOOL_CALLS]"))) == "mistral"
+    assert parser(templated(QWEN_LIKE, "llama3_json")) == "llama3_json"
+    assert parser(tokenizer) == "hermes", "the style of what we tell it ourselves"
 
 
 # --- reasoning --------------------------------------------------------------------------------------------------
 
 
-def test_reasoning_effort_reaches_the_template_and_the_prompt_says_whether_reasoning_is_open(qwen: Tokenizer) -> None:
-    chat = chat_with(qwen, ChatStyle(reasoning_parser="think"))
+def test_reasoning_effort_reaches_the_template_and_the_prompt_says_whether_reasoning_is_open(
+    templated: Callable[..., Tokenizer], qwen: Tokenizer
+) -> None:
+    chat = chat_with(templated(QWEN_LIKE, "auto", "think"))
     assert chat().output.reasoning == "maybe"
     assert chat(reasoning_effort="high").output.reasoning == "yes"
     assert chat(reasoning_effort="none").output.reasoning == "no"
