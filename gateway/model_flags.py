@@ -126,12 +126,13 @@ def per_model(
     for_all: dict[str, T] = {}
     for_one: dict[str, T] = {}
     for text in given:
-        name, equals, value = text.rpartition("=")
-        named = bool(equals) and name in names
+        name = max((name for name in names if text.startswith(f"{name}=")), key=len, default=None)
         try:
-            found = read(value if named else text)
+            if name is None:
+                for_all = dict.fromkeys(names, read(text))
+            else:
+                for_one[name] = read(text[len(name) + 1 :])
         except ValueError:
-            known = f"; models: {', '.join(sorted(names))}" if equals else ""
+            known = f"; models: {', '.join(sorted(names))}" if "=" in text and name is None else ""
             raise ConfigError(f"{flag} {text} makes no sense{known}") from None
-        for_all, for_one = (for_all, {**for_one, name: found}) if named else (dict.fromkeys(names, found), for_one)
     return for_all | for_one

@@ -86,6 +86,36 @@ def test_several_gateways_listen_on_consecutive_ports_and_every_worker_serves_al
         assert [flags[i + 1] for i, flag in enumerate(flags) if flag == "--gateway"] == controls
 
 
+def test_several_models_have_workers_of_their_own_behind_one_gateway() -> None:
+    flags = ["--model", "a=/x", "--model", "org/b=/y", "--decode", "2", "--decode", "a=1", "--prefill", "org/b=0"]
+    config = parse_config([*flags, "--max-model-len", "a=64", "--alias", "chat=a:9,org/b:1"])
+    specs = child_specs(config, [Path("/x"), Path("/y")], 8123, SOCKETS, (0, 1, 2, 3))
+    found = {spec.name: list(spec.command) for spec in specs}
+    assert list(found) == ["gateway", "prefill-a-0", "decode-a-0", "decode-org-b-0", "decode-org-b-1"]
+    gateway = found["gateway"]
+    assert [gateway[i + 1] for i, flag in enumerate(gateway) if flag == "--model"] == ["a=/x", "org/b=/y"]
+    assert (value(gateway, "--alias"), value(gateway, "--max-model-len")) == ("chat=a:9,org/b:1", "a=64")
+    for name, model, path, longest in (("prefill-a-0", "a", "/x", "64"), ("decode-org-b-1", "org/b", "/y", None)):
+        command = found[name]
+        given = [value(command, flag) for flag in ("--name", "--served-model-name", "--model", "--max-model-len")]
+        assert given == [name, model, path, longest]
+    assert len({value(command, "--cpu") for command in found.values()} - {None}) == 4, "each has a core of its own"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model", "a/b=m", "--model", "a b=m"], "too much alike"),
+        (["--model", "a=m", "--model", "b=m", "--decode", "b=0"], "at least one decode worker"),
+        (["--model", "a=m", "--model", "b=m", "--decode", "c=1"], "models: a, b"),
+        (["--model", "a=m", "--alias", "x=c"], "no model 'c'"),
+    ],
+)
+def test_models_that_cannot_be_started_are_refused_by_name(flags: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_config(flags)
+
+
 def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
     config = parse_config(["--model", "demo", "--gateways", "2"])
     specs = child_specs(config, [Path("/m")], 1, SOCKETS, [0, 1])
@@ -278,6 +308,15 @@ def test_the_system_is_ready_when_every_worker_is_and_every_pair_is_linked(
     workers: list[dict[str, object]], decode: int, missing: list[str]
 ) -> None:
     assert missing_workers({"workers": workers}, UpConfig(DEMO, decode={"demo": decode})) == missing
+
+
+def test_the_system_waits_for_the_links_of_each_model_and_for_none_between_models() -> None:
+    config = UpConfig((ModelSource("a", "/x"), ModelSource("b", "/y")), prefill={"b": 0})
+    workers = [worker("prefill-a-0", ("decode-a-0", "linked")), worker("decode-a-0")]
+    assert missing_workers({"workers": workers}, config) == ["decode-b-0"]
+    assert missing_workers({"workers": [*workers, worker("decode-b-0")]}, config) == []
+    workers[0] = worker("prefill-a-0")
+    assert missing_workers({"workers": [*workers, worker("decode-b-0")]}, config) == ["prefill-a-0 → decode-a-0"]
 
 
 def test_an_aggregated_system_waits_for_no_links() -> None:
