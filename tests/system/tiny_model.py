@@ -32,10 +32,12 @@ def _tokenizer() -> Any:
     return make(tokenizer_object=raw, bos_token=SPECIAL[0], eos_token=SPECIAL[1], chat_template=CHAT_TEMPLATE)
 
 
-def write_tiny_llama(directory: Path, seed: int, *, num_layers: int = 4, hidden_size: int = 64) -> Path:
+def write_tiny_llama(
+    directory: Path, seed: int, *, num_layers: int = 4, hidden_size: int = 64, vocab_size: int = VOCAB_SIZE
+) -> Path:
     """A Llama in `directory`, the same for the same seed. Returns the directory."""
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
