@@ -2,10 +2,11 @@
 
 0. `front.py` lists what it passes first: the request log, CORS, API keys, the limits of its client.
 1. `asgi.py` reads the body and gives the request an id; `app.py` knows which path is answered by what.
-2. `api/parsing.py` validates it, templates and tokenises it once, in a thread (`api/text.py` holds the tokenizer).
-   From here on it is a `ParsedRequest`: token ids and parameters.
+2. `models.py` finds the model it is for (`aliases.py`: by weight, if it names an alias). `api/parsing.py` validates
+   it, templates and tokenises it once, in a thread (`api/text.py` holds the tokenizer). From here on it is a
+   `ParsedRequest`: token ids and parameters.
 3. `generate.py` makes one `Request` of every prompt, and watches the connection beside them.
-4. `limits.py`: the request waits in the queue, holding nothing. `dispatch.py` takes it out when `router.py` finds a
+4. `limits.py`: the request waits in its model's queue, holding nothing. `dispatch.py` takes it out when `router.py` finds a
    pair of workers with room for it among those that `pool.py` knows to be alive (`membership.py` let them in).
 5. `request.py` asks decode for a reservation, sends the prompt to prefill, and accepts tokens, each once and in order.
    A worker that fails or dies costs an attempt; the next one starts from the tokens accepted so far.
