@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from ..engine.lifetime import Event, Lifetime
 from .admin import LiveRequests
 from .api.errors import ApiError
+from .api.least_tokens import least_tokens
 from .api.parsed_request import ModelLimits, ParsedRequest
 from .api.text import Tokenizer
 from .api_keys import client_of
@@ -96,6 +97,9 @@ class Generate:
             ticket.expect_tokens()
             async with time_limit(frontend.request_timeout_s):
                 body = await frontend.bodies.read(scope, receive)
+                if ticket.counts_tokens:
+                    loop = asyncio.get_running_loop()
+                    ticket.require(await loop.run_in_executor(frontend.threads, least_tokens, body))
                 client = client_of(scope)
                 caller = Caller(client, request_id)
                 model, parsed = await frontend.models.parse(frontend.threads, body, caller, self._parse)

@@ -2,7 +2,8 @@
 
     account = limiter.account("key:alice", limits)
     ticket = account.enter()            # before the body is read: counts the request, and one more at work
-    ticket.expect_tokens()              # before tokenising: refused when there are none left anyway
+    ticket.expect_tokens()              # refused when there are none left anyway
+    ticket.require(least)               # before tokenising: refused when it can only be too much
     ticket.reserve(most, used)          # prompt + the most that may come out; used() says later what it was
     ticket.leave()                      # always: the difference is given back
 
@@ -158,8 +159,12 @@ class Ticket:
             what = f"tokens per minute: limit {tokens.per_minute}, remaining {tokens.remaining}"
             raise self._account.refusal("tokens", what, wait_s)
 
-    def reserve(self, num_tokens: int, used: Callable[[], int]) -> None:
-        """Raises ApiError 429 when there are not that many left. `used` is asked at the end how many it took."""
+    @property
+    def counts_tokens(self) -> bool:
+        return self._account is not None and self._account.tokens is not None
+
+    def require(self, num_tokens: int) -> None:
+        """Raise ApiError 429 when there are not that many left."""
         if self._account is None or self._account.tokens is None:
             return
         tokens = self._account.tokens
@@ -168,8 +173,13 @@ class Ticket:
             raise self._account.refusal("tokens", what, None)
         if wait_s := tokens.wait_s(num_tokens):
             raise self._account.refusal("tokens", what, wait_s)
-        tokens.take(num_tokens)
-        self._reserved, self._used = num_tokens, used
+
+    def reserve(self, num_tokens: int, used: Callable[[], int]) -> None:
+        """The same, and they are its own then. `used` is asked at the end how many it took."""
+        self.require(num_tokens)
+        if self._account is not None and self._account.tokens is not None:
+            self._account.tokens.take(num_tokens)
+            self._reserved, self._used = num_tokens, used
 
     def leave(self) -> None:
         """The request is over: give back what was reserved and not used, or take what was used beyond it."""

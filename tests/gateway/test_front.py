@@ -119,6 +119,9 @@ async def test_what_is_refused_is_refused_before_it_is_tokenised(
         monkeypatch.setattr(site.tokenizer, "encode", lambda text, **_: encoded.append(text) or [1])
         refused = await complete(site, prompt="hello")
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "tokens")
+    async with sites(limits=ClientLimits(tokens_per_minute=50)) as site:
+        too_much = await complete(site, prompt=["hello", "world"], n=3, max_tokens=20)
+        assert "limit 50, remaining 50, requested 122" in too_much.json()["error"]["message"]
         assert encoded == []
         assert await site.metric('pdserve_rate_limited_total{limit="tokens"}') == 1
         assert await site.metric('pdserve_requests_total{outcome="rate_limited"}') == 1
