@@ -50,7 +50,7 @@ class Chat:
         return not_supported("tool_choice" if self.grammar is not None else "response_format", what)
 
 
-def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer) -> Chat:
+def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> Chat:
     """Raises ApiError 400 naming the field."""
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
@@ -67,6 +67,7 @@ def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer) -> Chat:
         continue_final_message=request.continue_final_message,
         tools=tools if tokenizer.template.tools else None,
         template_kwargs=_effort(request) | request.chat_template_kwargs,
+        add_special_tokens=add_special_tokens,
     )
     reasoning = None
     if tokenizer.style.reasoning_parser == "think":

@@ -91,7 +91,7 @@ def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> 
 def _validate(schema: type[Request], body: bytes, limits: ModelLimits) -> Request:
     """The body as `schema`, its model known, none of its fields one that is not supported."""
     fields = load_object(body)
-    request = _validated(schema, fields)
+    request = validated(schema, fields)
     model = fields["model"]
     if model not in limits.names:
         raise model_not_found(model)
@@ -101,16 +101,12 @@ def _validate(schema: type[Request], body: bytes, limits: ModelLimits) -> Reques
     return request
 
 
-def _validated(schema: type[Request], fields: dict[str, Any]) -> Request:
+def validated(schema: type[Request], fields: dict[str, Any]) -> Request:
+    """The fields as `schema`. Raises ApiError 400 naming the first one that is wrong."""
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
         raise _from_validation(error) from None
-
-
-def validate(schema: type[Request], body: bytes) -> Request:
-    """The body as `schema`. Raises ApiError 400 naming the first field that is wrong."""
-    return _validated(schema, load_object(body))
 
 
 def _from_validation(error: ValidationError) -> ApiError:

@@ -6,80 +6,74 @@ Both functions take as long as the text is long: run them off the event loop.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from .chat_messages import template_messages
+from .chat_request import parse_chat_request
 from .errors import invalid, model_not_found
-from .openai_api import ChatMessage, Flag, Int
+from .json_body import load_object
+from .openai_api import ChatRequest, Flag, Int
 from .parsed_request import ModelLimits
-from .parsing import check_tokens, validate
+from .parsing import check_tokens, validated
 from .text import Tokenizer
 
 
-class TokenizeRequest(BaseModel):
-    """`prompt` or `messages`. Special tokens are added to a prompt, and left to the template of a chat, unless
-    `add_special_tokens` says otherwise."""
-
+class TokenizePrompt(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: Flag | None = None
-    add_generation_prompt: Flag | None = None
-    continue_final_message: Flag = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    model: str = ""
+    prompt: str
+    add_special_tokens: Flag = True
+    return_token_strs: Flag = False
+
+
+class TokenizeChat(ChatRequest):
+    """A whole request for a chat may be sent; what concerns the prompt counts, the tools among it."""
+
+    model: str = ""
+    add_special_tokens: Flag = False  # the template writes them
     return_token_strs: Flag = False
 
 
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
-    model: str | None = None
+    model: str = ""
     tokens: list[Int]
 
 
 def tokenize(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> bytes:
     """POST /tokenize. Raises ApiError."""
-    request = validate(TokenizeRequest, body)
-    _check_model(request.model, limits)
-    tokens = _encode(request, tokenizer)
+    fields = load_object(body)
+    _check_model(fields, limits)
+    if "prompt" in fields and "messages" in fields:
+        raise invalid("prompt and messages exclude each other.", "messages")
+    if "prompt" not in fields and "messages" not in fields:
+        raise invalid("prompt: Field required (or messages).", "prompt")
+    request: TokenizePrompt | TokenizeChat
+    if "messages" in fields:
+        request = validated(TokenizeChat, fields)
+        tokens = parse_chat_request(request, tokenizer, add_special_tokens=request.add_special_tokens).prompt
+    else:
+        request = validated(TokenizePrompt, fields)
+        tokens = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": limits.max_model_len, "tokens": tokens}
     answer["token_strs"] = tokenizer.token_strings(tokens) if request.return_token_strs else None
     return json.dumps(answer).encode()
 
 
-def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    if request.prompt is not None and request.messages is not None:
-        raise invalid("prompt and messages exclude each other.", "messages")
-    if request.prompt is not None:
-        return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-    if request.messages is None:
-        raise invalid("prompt: Field required (or messages).", "prompt")
-    if request.continue_final_message and request.add_generation_prompt:
-        raise invalid("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
-    add_generation_prompt = request.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not request.continue_final_message
-    return tokenizer.encode_chat(
-        template_messages(request.messages, tokenizer),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        template_kwargs=request.chat_template_kwargs,
-        add_special_tokens=bool(request.add_special_tokens),
-    )
-
-
 def detokenize(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> bytes:
     """POST /detokenize: special tokens are shown. Raises ApiError."""
-    request = validate(DetokenizeRequest, body)
-    _check_model(request.model, limits)
+    fields = load_object(body)
+    _check_model(fields, limits)
+    request = validated(DetokenizeRequest, fields)
     check_tokens(request.tokens, tokenizer, "tokens")
     return json.dumps({"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}).encode()
 
 
-def _check_model(name: str | None, limits: ModelLimits) -> None:
-    if name is not None and name not in limits.names:
+def _check_model(fields: dict[str, Any], limits: ModelLimits) -> None:
+    """It may be left out; then it is the first one."""
+    name = fields.get("model", limits.names[0])
+    if isinstance(name, str) and name not in limits.names:
         raise model_not_found(name)

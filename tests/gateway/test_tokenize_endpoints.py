@@ -55,6 +55,18 @@ async def test_the_tokens_of_a_chat_are_those_its_answer_is_computed_from(site: 
     assert found["tokens"] == list(reserve.prompt)
 
 
+async def test_tools_are_counted_as_the_chat_that_offers_them_has_them(site: Site) -> None:
+    decode, _ = await site.system.pair()
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    found = await ask(site, "/tokenize", {**CHAT, "tools": tools})
+    await ask(site, "/v1/chat/completions", {**CHAT, "tools": tools, "max_tokens": 2})
+    reserve = decode.of(Reserve)[0]
+    assert isinstance(reserve, Reserve)
+    assert found["tokens"] == list(reserve.prompt)
+    assert "weather" in site.text_of(found["tokens"])
+
+
 async def test_special_tokens_are_added_to_prompts_and_left_to_the_template_of_chats(site: Site) -> None:
     with_bos = (await ask(site, "/tokenize", {"prompt": "the end"}))["tokens"]
     without = (await ask(site, "/tokenize", {"prompt": "the end", "add_special_tokens": False}))["tokens"]
@@ -97,6 +109,8 @@ async def test_detokenize_undoes_tokenize_and_shows_special_tokens(site: Site) -
         ("/tokenize", {"messages": [{"role": "user", "content": "forbidden"}]}, 400, "messages"),
         ("/tokenize", {**CHAT, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs.tokenize"),
         ("/tokenize", {"prompt": "x", "kv_transfer_params": {}}, 400, "kv_transfer_params"),
+        ("/tokenize", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+        ("/tokenize", {"prompt": "x", "model": 3}, 400, "model"),
         ("/detokenize", {"model": MODEL}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, -1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [500]}, 400, "tokens"),
