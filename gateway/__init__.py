@@ -6,8 +6,8 @@
    it, templates and tokenises it once, in a thread (`api/text.py` holds the tokenizer). From here on it is a
    `ParsedRequest`: token ids and parameters.
 3. `generate.py` makes one `Request` of every prompt, and watches the connection beside them.
-4. `limits.py`: the request waits in its model's queue, holding nothing. `dispatch.py` takes it out when `router.py` finds a
-   pair of workers with room for it among those that `pool.py` knows to be alive (`membership.py` let them in).
+4. `limits.py`: the request waits in its model's queue, holding nothing. `dispatch.py` takes it out when `router.py`
+   finds a pair of workers with room for it among those that `pool.py` knows to be alive (`membership.py` let them in).
 5. `request.py` asks decode for a reservation, sends the prompt to prefill, and accepts tokens, each once and in order.
    A worker that fails or dies costs an attempt; the next one starts from the tokens accepted so far.
 6. `reply.py` turns tokens into text, finds stop strings, and fills the response that `api/responses.py` words; a
