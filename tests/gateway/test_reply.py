@@ -7,6 +7,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -224,6 +226,25 @@ def test_cut_short_in_a_call_is_told_so(demo: Tokenizer) -> None:
     ids = demo.encode('<tool_call>{"name": "f", "arguments": {"a": "x')
     answer = summary(whole(demo, parsed, ids, "length"))
     assert (answer["finish_reason"], answer["calls"][0]["arguments"]) == ("length", '{"a": "x')
+
+
+def test_openais_client_adds_a_stream_with_calls_up_to_the_whole_answer(demo: Tokenizer) -> None:
+    parsed = request_of(demo, OutputFormat(AUTO, "maybe"))
+    ids = demo.encode(f"<think>why</think>{CALLS}")
+    reply = Reply(parsed, demo)
+    feed(reply, ids, "stop")
+    reply.end_stream()
+    headers = {"content-type": "text/event-stream"}
+    answer = httpx.Response(200, headers=headers, content=reply.events.take_now())
+    http = httpx.Client(transport=httpx.MockTransport(lambda _: answer))
+    client = openai.OpenAI(api_key="none", base_url="http://gateway/v1", http_client=http)
+    with client.chat.completions.stream(model="m", messages=[{"role": "user", "content": "hi"}]) as stream:
+        (summed,) = stream.get_final_completion().choices
+    (choice,) = whole(demo, parsed, ids)["choices"]
+    assert summed.message.tool_calls is not None
+    assert [call.function.name for call in summed.message.tool_calls] == ["f", "g"]
+    assert [call.function.arguments for call in summed.message.tool_calls] == [a for _, a in BOTH]
+    assert (summed.message.content, summed.finish_reason) == (choice["message"]["content"], choice["finish_reason"])
 
 
 def test_a_choice_with_calls_still_has_all_its_token_ids(demo: Tokenizer) -> None:

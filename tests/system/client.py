@@ -131,7 +131,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Chunks of an SSE body. AssertionError when it does not end in [DONE], or carries an error."""
     for line in response.iter_lines():
         if not line.startswith("data: "):
-            assert not line, f"not an SSE line: {line!r}"
+            assert not line or line.startswith(":"), f"not an SSE line: {line!r}"
             continue
         if line == "data: [DONE]":
             return
