@@ -1,19 +1,35 @@
-"""The door for slabs: the two sockets that prefill workers connect to, hellos, credits, and who gets told "gone"."""
+"""The door for slabs: two sockets that prefill workers connect to, the rings they share, hellos, credits, and who gets
+told "gone".
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
 
 from ..transfer.channel import FrameCounts, Received, Router
-from ..transfer.errors import LayoutMismatch
+from ..transfer.errors import LayoutMismatch, RingUnavailable
 from ..transfer.keys import Curve
 from ..transfer.layout import KVLayout
-from ..transfer.messages import Abort, Credit, Gone, Handoff, Hello, HelloDenied, PeerHeartbeat, Slab, Welcome
+from ..transfer.links import OFFERED, LinkMode
+from ..transfer.messages import (
+    Abort,
+    Credit,
+    Gone,
+    Handoff,
+    Hello,
+    HelloDenied,
+    PeerHeartbeat,
+    RingOffer,
+    Slab,
+    Welcome,
+)
+from ..transfer.ring import RingReader
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +39,16 @@ CONTROL_PER_POLL = 200  # messages; polled between the layers of a step, which a
 UNWANTED_PER_POLL = 32
 MIN_COST_BYTES = 4096  # of the budget, for every message: one without a payload costs time as well
 SILENT_S = 2.0  # a peer that says nothing for so long may come back under another identity
+
+
+@dataclass
+class Ring:
+    """A sender's memory, and the position up to which it has been read (or given up)."""
+
+    offer: RingOffer
+    reader: RingReader
+    position: int = 0
+    credited: int = 0
 
 
 def worker_of(identity: str) -> str:
@@ -41,14 +67,18 @@ class Intake:
         layout: KVLayout,
         counts: FrameCounts,
         curve: Curve | None = None,
+        mode: LinkMode = "auto",
     ) -> None:
         self._layout = layout
+        self._links = OFFERED[mode]
         self._counts = counts
         self._bulk = Router(context, bulk_address, counts, curve, bulk=True)
         self._control = Router(context, peer_address, counts, curve)
         self._consumed: dict[str, int] = {}  # identity → payload bytes taken in or dropped, in all
         self._credited: dict[str, int] = {}
+        self._rings: dict[str, Ring] = {}
         self._heard_at: dict[str, float] = {}
+        self._probed_at: dict[str, float] = {}
         self._bulk_here: set[str] = set()  # identities whose bulk socket has said hello
         self._early: dict[str, tuple[Received, Hello, str]] = {}  # hellos that came before that
         self._told_gone: set[tuple[str, str, int]] = set()
@@ -99,11 +129,32 @@ class Intake:
             if len(self._early) < MAX_PEERS:
                 self._early[identity] = received, hello, worker
             return
+        why_not = self._attach(identity, hello)
+        link = "shm" if identity in self._rings else "zmq"
+        if link not in self._links:
+            self._control.send(identity, HelloDenied(f"{worker}: {why_not or 'only shm is wanted (--link)'}"))
+            return
         self._control.trust(received)
         self._heard_at[identity] = time.monotonic()
         self._consumed.setdefault(identity, 0)
         self._credited[identity] = self._consumed[identity]
-        self._control.send(identity, Welcome(worker, WINDOW_BYTES))
+        self._control.send(identity, Welcome(worker, WINDOW_BYTES, link, why_not))
+
+    def _attach(self, identity: str, hello: Hello) -> str:
+        """Map the ring that is offered, if there is one and it may be used. Returns why not."""
+        if hello.ring is None:
+            return ""
+        if "shm" not in self._links:
+            return "the decode worker does not offer it (--link)"
+        known = self._rings.get(identity)
+        if known is not None and known.offer == hello.ring:
+            return ""
+        try:
+            self._rings[identity] = Ring(hello.ring, RingReader(hello.ring))
+        except RingUnavailable as error:
+            self._rings.pop(identity, None)
+            return str(error)
+        return ""
 
     def _is_taken(self, identity: str, worker: str) -> bool:
         """Is that prefill worker here already, under another identity that is alive? Then this is somebody else."""
@@ -134,7 +185,7 @@ class Intake:
             received = next(iter(self._bulk.receive(limit=64)), None)
             if received is None:
                 return
-            size = received.payload.nbytes if received.payload is not None else 0
+            size = _payload_bytes(received)
             budget_bytes -= max(size, MIN_COST_BYTES)
             if isinstance(received.message, Hello):
                 unwanted += 1
@@ -146,11 +197,34 @@ class Intake:
                 self._bulk.blame(received)
                 continue
             self._bulk.trust(received)
-            self._consumed[received.sender] += size
-            if isinstance(received.message, Slab | Handoff | Abort):
-                yield received
-            else:
+            if not isinstance(received.message, Slab | Handoff | Abort):
                 self._counts.drop("unexpected")
+                continue
+            if (whole := self._with_payload(received)) is not None:
+                yield whole
+            self._note_consumed(received.sender, received.message, size)
+
+    def _with_payload(self, received: Received) -> Received | None:
+        """The slab with its bytes, wherever they are; None, and counted, if they are nowhere."""
+        span = received.message.span if isinstance(received.message, Slab) else None
+        if span is None:
+            return received
+        ring = self._rings.get(received.sender)
+        payload = ring.reader.view(span.position, span.num_bytes) if ring is not None else None
+        if payload is None:
+            self._counts.drop("bad_span")
+            return None
+        return replace(received, payload=payload)
+
+    def _note_consumed(self, identity: str, message: Slab | Handoff | Abort, size: int) -> None:
+        """What has been looked at may be written over. Called when its receiver is done with it, not before."""
+        self._consumed[identity] += size
+        if (ring := self._rings.get(identity)) is None:
+            return
+        if not isinstance(message, Slab):
+            ring.position = max(ring.position, message.ring_head)
+        elif message.span is not None:
+            ring.position = max(ring.position, message.span.position + message.span.num_bytes)
 
     def tell_gone(self, identity: str, request: str, attempt: int) -> None:
         """Make the sender of something unwanted stop; once per attempt and turn."""
@@ -162,17 +236,37 @@ class Intake:
         self._control.send(identity, PeerHeartbeat(worker, live))
 
     def send_credits(self) -> None:
-        """Tell every sender how much has been consumed since the last time; forget senders that are gone."""
+        """Tell every sender how much has been consumed since the last time; forget senders that are gone, which those
+        that have not been heard of for a while are tried for."""
         self._told_gone.clear()
+        now = time.monotonic()
         for identity, consumed in list(self._consumed.items()):
-            if consumed == self._credited[identity]:
+            ring = self._rings.get(identity)
+            position = ring.position if ring else 0
+            told = consumed == self._credited[identity] and (ring is None or position == ring.credited)
+            if told and now - max(self._heard_at[identity], self._probed_at.get(identity, 0.0)) < SILENT_S:
                 continue
-            if self._control.send(identity, Credit(consumed)):
-                self._credited[identity] = consumed
-            else:
-                del self._consumed[identity], self._credited[identity], self._heard_at[identity]
-                self._bulk_here.discard(identity)
+            if not self._control.send(identity, Credit(consumed, position)):
+                self._forget(identity)
+                continue
+            self._credited[identity] = consumed
+            self._probed_at[identity] = now
+            if ring is not None:
+                ring.credited = position
+
+    def _forget(self, identity: str) -> None:
+        del self._consumed[identity], self._credited[identity], self._heard_at[identity]
+        self._rings.pop(identity, None)
+        self._probed_at.pop(identity, None)
+        self._bulk_here.discard(identity)
 
     def close(self) -> None:
         self._bulk.close()
         self._control.close()
+
+
+def _payload_bytes(received: Received) -> int:
+    if received.payload is not None:
+        return received.payload.nbytes
+    span = received.message.span if isinstance(received.message, Slab) else None
+    return 0 if span is None else span.num_bytes

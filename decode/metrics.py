@@ -25,4 +25,5 @@ class DecodeMetrics(WorkerMetrics):
         )
         for mode in ("swap", "move", "recompute"):
             self.preemptions.labels(mode)  # present, as 0, before the first one
-        self.transfer_bytes.labels("zmq")
+        for link in ("shm", "zmq"):
+            self.transfer_bytes.labels(link)

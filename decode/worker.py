@@ -19,6 +19,7 @@ from ..engine.block_pool import root_key
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
+from ..transfer.links import OFFERED
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Abort,
@@ -77,8 +78,9 @@ class DecodeWorker:
         self._receiver = Receiver(self._layout)
         self._stepper = Stepper(engine, swap, self._metrics, self._between_layers)
         self._intake = Intake(
-            self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve
-        )
+            self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
+            config.worker.link,
+        )  # fmt: skip
         self._members = Membership(
             self._context,
             config.worker.name,
@@ -278,7 +280,7 @@ class DecodeWorker:
                     message.layer, sequence.table.blocks, message.first_token, message.num_tokens, received.payload
                 )
                 self._receiver.taken(entry, message, received.payload.nbytes)
-                self._metrics.transfer_bytes.labels("zmq").inc(received.payload.nbytes)
+                self._metrics.transfer_bytes.labels("shm" if message.span else "zmq").inc(received.payload.nbytes)
                 self._scheduler.progress(sequence, time.monotonic())
             else:
                 self._hand_over(sequence, message, self._receiver.complete(entry))
@@ -367,7 +369,7 @@ class DecodeWorker:
             host=self._host,
             bulk_address=bulk,
             peer_address=control,
-            links=["zmq"],
+            links=OFFERED[self._config.worker.link],
             block_size=self._engine.pool.block_size,
             num_blocks=self._engine.pool.num_blocks,
             max_model_len=self._engine.model.max_model_len,

@@ -58,14 +58,24 @@ class KVCache:
         skipped = first_token - first_block * self.block_size
         return slots[skipped : skipped + num_tokens].to(self.device)
 
-    def gather(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
-        """Copy a token range of one layer into a fresh buffer, in the canonical slab layout.
+    def gather(
+        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
+    ) -> memoryview:
+        """Copy a token range of one layer into `out` or a fresh buffer, in the canonical slab layout.
 
         `blocks` is the sequence's block table from its first token on.
         """
         slots = self._slots(blocks, first_token, num_tokens)
-        slab = cache_ops.gather(self.keys[layer], self.values[layer], slots)
-        return slab.cpu().numpy().data
+        if out is None:
+            out = np.empty(num_tokens * self.layout.layer_bytes_per_token(layer), dtype=np.uint8).data
+        slab = torch.frombuffer(out, dtype=torch.uint8)
+        if self.device.type == "cpu":
+            cache_ops.gather(self.keys[layer], self.values[layer], slots, slab)
+        else:
+            staging = torch.empty_like(slab, device=self.device)
+            cache_ops.gather(self.keys[layer], self.values[layer], slots, staging)
+            slab.copy_(staging)
+        return out
 
     def scatter(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview

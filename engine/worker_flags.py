@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from typing import get_args
 
 from ..transfer.channel import check_exposed
 from ..transfer.errors import ConfigError
 from ..transfer.keys import Curve, load_keys
+from ..transfer.links import LinkMode
 from .config import add_common_arguments
+from .kv_cache import parse_size
 from .setup import EngineConfig, add_engine_arguments, engine_config
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -28,6 +31,8 @@ class WorkerConfig:
     cpu: int | None = None
     check_invariants: bool = False
     curve: Curve | None = None
+    link: LinkMode = "auto"
+    ring_bytes: int = 64 * 1024 * 1024
 
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +46,11 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
         "--drain-timeout-s", type=float, default=WorkerConfig.drain_timeout_s,
         help="how long requests may take to finish or move after SIGTERM; the same signal again ends them at once",
     )  # fmt: skip
-    parser.add_argument("--link", choices=("auto", "zmq"), default="auto", help="how KV moves")
+    parser.add_argument(
+        "--link", choices=get_args(LinkMode), default=WorkerConfig.link,
+        help="how KV moves: auto is shm (shared memory) between workers of one machine, zmq else",
+    )  # fmt: skip
+    parser.add_argument("--ring-memory", default="64M", help="shared memory of each shm link, of a prefill worker")
     parser.add_argument("--cpu", type=int, help="pin to this core")
     parser.add_argument("--check-invariants", action="store_true", help="prove the block states every step")
 
@@ -74,4 +83,6 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         cpu=args.cpu,
         check_invariants=args.check_invariants,
         curve=curve,
+        link=args.link,
+        ring_bytes=parse_size(args.ring_memory),
     )

@@ -109,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_per_model(workers, "--decode", "N", "decode workers")
     workers.add_argument("--gateways", type=int, default=UpConfig.gateways, metavar="N", help="on consecutive ports")
     workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
-    workers.add_argument("--link", choices=("auto", "zmq"), help="how KV moves")
+    workers.add_argument("--link", choices=("auto", "shm", "zmq"), help="how KV moves (auto: shm)")
     workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute short prompts itself")
     memory = parser.add_argument_group("model and memory")
     memory.add_argument("--dtype", help="float32, float16 or bfloat16")

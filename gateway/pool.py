@@ -352,7 +352,8 @@ class Pool:
         num_heard = sum(leg.sent_at_seq is not None for leg in worker.legs.values())
         for leg in worker.legs.values():
             heard = leg.sent_at_seq is not None
-            lost = Lost(f"{worker.name} is gone: {reason}", died=died and heard, planned=planned, alone=num_heard == 1)
+            gone = f"{worker.name} is gone: {reason}"
+            lost = Lost(gone, died=died and heard, planned=planned or not heard, alone=num_heard == 1)
             leg.owner.deliver(worker.id, leg.attempt, lost)
         if worker.register.role == "decode":
             self._send_peers(worker.model)

@@ -29,7 +29,8 @@ class NewToken:
 class Lost:
     """The worker cannot go on with this attempt. `died`: it crashed, hung or was cut off, rather than left.
 
-    `planned`: nothing is wrong, the attempt shall move (the worker drains): not counted against the request.
+    `planned`: nothing is wrong, the attempt shall move (the worker drains, or has never heard of it): not counted
+    against the request.
     `alone`: nobody else had anything there when it died.
     """
 

@@ -33,22 +33,24 @@ def _slab_parts(slab: Tensor, k_cache: Tensor, v_cache: Tensor, num_tokens: int)
     return k, v
 
 
-def gather(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:  # uint8 [slab bytes], on the cache's device
-    """Copy the tokens at `slots` into a fresh slab."""
-    num_tokens = slots.numel()
-    token_bytes = (k_cache[0, 0].numel() + v_cache[0, 0].numel()) * k_cache.element_size()
-    slab = torch.empty(num_tokens * token_bytes, dtype=torch.uint8, device=k_cache.device)
-    k, v = _slab_parts(slab, k_cache, v_cache, num_tokens)
+def gather(
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
+    v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
+    slots: Tensor,  # [num_tokens] int64
+    slab: Tensor,  # uint8 [slab bytes], on the cache's device
+) -> None:
+    """Copy the tokens at `slots` into a slab."""
+    k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
     torch.index_select(k_cache.view(-1, *k_cache.shape[2:]), 0, slots, out=k)
     torch.index_select(v_cache.view(-1, *v_cache.shape[2:]), 0, slots, out=v)
-    return slab
 
 
 def scatter(k_cache: Tensor, v_cache: Tensor, slots: Tensor, payload: memoryview) -> None:
     """Copy a slab (its bytes, read only once) into the cache at `slots`."""
-    # torch warns about read-only buffers (a received frame is one) and wants aligned ones, so stage the bytes.
-    staging = torch.empty(payload.nbytes, dtype=torch.uint8)
-    staging.numpy().data[:] = payload.cast("B")
-    slab = staging.to(k_cache.device)
-    k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
+    if payload.readonly:  # as received frames are, which are not aligned either; torch wants both
+        slab = torch.empty(payload.nbytes, dtype=torch.uint8)
+        slab.numpy().data[:] = payload.cast("B")
+    else:
+        slab = torch.frombuffer(payload, dtype=torch.uint8)
+    k, v = _slab_parts(slab.to(k_cache.device), k_cache, v_cache, slots.numel())
     write_kv(k_cache, v_cache, k, v, slots)

@@ -12,10 +12,9 @@ import zmq
 
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import ConfigError
-from ..transfer.keys import Curve
 from ..transfer.layout import KVLayout
 from ..transfer.messages import Link, Message, Peer
-from ..transfer.sender import LinkState, PeerLink
+from ..transfer.sender import LinkOptions, LinkState, PeerLink
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +31,14 @@ class Peers:
         counts: FrameCounts,
         death_bound_s: float,
         on_lost: Callable[[PeerLink], None],
-        curve: Curve | None = None,
+        options: LinkOptions,
     ) -> None:
         self._context = context
         self._layout = layout
         self._counts = counts
         self._death_bound_s = death_bound_s
         self._on_lost = on_lost
-        self._curve = curve
+        self._options = options
         self._connections = itertools.count(1)
         self._known: dict[int, list[Peer]] = {}  # by gateway (its place in our list)
         self._links: dict[str, PeerLink] = {}
@@ -79,7 +78,7 @@ class Peers:
     def _connect(self, peer: Peer, worker: str) -> None:
         try:
             self._links[peer.worker] = PeerLink(
-                self._context, peer, worker, next(self._connections), self._layout, self._counts, self._curve
+                self._context, peer, worker, next(self._connections), self._layout, self._counts, self._options
             )
         except ConfigError as error:  # as good as a decode worker that does not answer
             log.error("no link to %s: %s", peer.worker, error)

@@ -22,6 +22,7 @@ from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import StepCancelled
+from ..transfer.links import OFFERED
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Busy,
@@ -38,7 +39,7 @@ from ..transfer.messages import (
 from ..transfer.messages import (
     Peers as PeerList,
 )
-from ..transfer.sender import LinkState, Outgoing, PeerLink
+from ..transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
 from .config import PrefillConfig
 from .peers import Peers
 from .prompt import Key, Prompt, State, Work
@@ -70,8 +71,9 @@ class PrefillWorker:
             self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s, worker.drain_timeout_s,
             worker.curve,
         )  # fmt: skip
+        options = LinkOptions(worker.link, host, worker.ring_bytes, worker.curve)
         self._peers = Peers(
-            self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost, worker.curve
+            self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost, options
         )
         self._inbox: deque[tuple[GatewayTie, Prefill]] = deque()
         self._pumped_at = 0.0
@@ -201,7 +203,7 @@ class PrefillWorker:
             self._members.send(key, Busy(*key, reason))
             self._members.owner.pop(key, None)
         else:
-            outgoing = Outgoing(*key, message.reservation, message.held_tokens, link, self._layout.num_layers)
+            outgoing = Outgoing(*key, message.reservation, message.held_tokens, link, self._layout)
             self._scheduler.add(message, outgoing, time.monotonic())
 
     def _fault(self, message: Prefill) -> str:
@@ -312,7 +314,7 @@ class PrefillWorker:
             host=self._host,
             bulk_address="",
             peer_address="",
-            links=["zmq"],
+            links=OFFERED[self._config.worker.link],
             block_size=self._engine.pool.block_size,
             num_blocks=self._engine.pool.num_blocks,
             max_model_len=self._engine.model.max_model_len,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Peers, Reserved
+from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Peer, Peers, Reserved
 from tests.engine.tiny_models import build, prompts, reference
 from tests.worker_rig import Rig, prefill_message, reserve_message
 
@@ -56,6 +56,43 @@ def test_tokens_through_both_workers_equal_the_reference(rig: Rig, golden: list[
     bytes_per_token = rig.registered[decode].layout.bytes_per_token
     assert rig.metric(decode, "pdserve_transfer_bytes_total") == sum(map(len, PROMPTS[:3])) * bytes_per_token
     settle(rig, prefill, decode)
+
+
+@pytest.mark.parametrize(("prefill_link", "decode_link"), [("shm", "shm"), ("zmq", "auto"), ("auto", "zmq")])
+def test_every_link_gives_the_same_tokens_and_is_counted_under_its_name(
+    rig: Rig, golden: list[list[int]], prefill_link: str, decode_link: str
+) -> None:
+    prefill, decode = rig.pair(prefill_link=prefill_link, link=decode_link)
+    link = "shm" if "zmq" not in (prefill_link, decode_link) else "zmq"
+    assert [known.link for known in rig.links(prefill)] == [link]
+    for i, prompt in enumerate(PROMPTS[:3]):
+        dispatch(rig, f"r{i}", prompt, prefill, decode)
+    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
+    assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden[:3]
+    sent = sum(map(len, PROMPTS[:3])) * rig.registered[decode].layout.bytes_per_token
+    assert rig.metric(decode, "pdserve_transfer_bytes_total", link=link) == sent
+    settle(rig, prefill, decode)
+
+
+def test_slabs_that_find_no_room_in_the_ring_follow_their_headers(rig: Rig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair(ring_bytes=4096)
+    for i, prompt in enumerate(PROMPTS[:3]):
+        dispatch(rig, f"r{i}", prompt, prefill, decode)
+    rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
+    assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden[:3]
+    shares = {link: rig.metric(decode, "pdserve_transfer_bytes_total", link=link) for link in ("shm", "zmq")}
+    assert min(shares.values()) > 0
+    assert sum(shares.values()) == sum(map(len, PROMPTS[:3])) * rig.registered[decode].layout.bytes_per_token
+    settle(rig, prefill, decode)
+
+
+def test_a_pair_without_a_link_in_common_says_why(rig: Rig) -> None:
+    decode = rig.start_decode(link="zmq")
+    prefill = rig.start_prefill(link="shm")
+    register = rig.registered[decode]
+    rig.send(prefill, Peers([Peer(decode, "here", register.bulk_address, register.peer_address, register.links)]))
+    rig.until(lambda: any(link.state == "refused" for link in rig.links(prefill)), "the link is refused")
+    assert "does not offer" in rig.links(prefill)[0].detail
 
 
 def test_only_what_decode_lacks_is_sent(rig: Rig, golden: list[list[int]]) -> None:

@@ -18,6 +18,7 @@ from pdserve.engine.worker_flags import WorkerConfig
 from pdserve.prefill.config import PrefillConfig
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.transfer.channel import FrameCounts, Received, Router
+from pdserve.transfer.links import LinkMode
 from pdserve.transfer.messages import (
     GatewayHeartbeat,
     Link,
@@ -64,10 +65,12 @@ class Rig:
 
     # --- workers ---------------------------------------------------------------------------------------------
 
-    def _flags(self, name: str, chunk_tokens: int, death_bound_s: float) -> WorkerConfig:
+    def _flags(
+        self, name: str, chunk_tokens: int, death_bound_s: float, link: LinkMode, ring_bytes: int = 1 << 20
+    ) -> WorkerConfig:
         return WorkerConfig(
             name, (self.gateway.address,), EngineConfig("tiny", "tiny"), chunk_tokens, death_bound_s,
-            check_invariants=True,
+            check_invariants=True, link=link, ring_bytes=ring_bytes,
         )  # fmt: skip
 
     def _start(self, worker: DecodeWorker | PrefillWorker) -> None:
@@ -81,21 +84,28 @@ class Rig:
         block_size: int = 4,
         deadline_s: float = 30.0,
         death_bound_s: float = 5.0,
+        link: LinkMode = "auto",
         **change: object,
     ) -> str:
         name = f"decode-{len(self.workers)}"
         config = DecodeConfig(
-            self._flags(name, 16, death_bound_s), f"ipc://{self.directory}/{name}.b", f"ipc://{self.directory}/{name}.c",
+            self._flags(name, 16, death_bound_s, link), f"ipc://{self.directory}/{name}.b", f"ipc://{self.directory}/{name}.c",
             transfer_deadline_s=deadline_s, **change,
         )  # fmt: skip
         self._start(DecodeWorker(config, engine(num_blocks, block_size), "here"))
         return self.wait_registered(name)
 
     def start_prefill(
-        self, num_blocks: int = 64, block_size: int = 8, chunk_tokens: int = 16, death_bound_s: float = 5.0
+        self,
+        num_blocks: int = 64,
+        block_size: int = 8,
+        chunk_tokens: int = 16,
+        death_bound_s: float = 5.0,
+        link: LinkMode = "auto",
+        ring_bytes: int = 1 << 20,
     ) -> str:
         name = f"prefill-{len(self.workers)}"
-        config = PrefillConfig(self._flags(name, chunk_tokens, death_bound_s))
+        config = PrefillConfig(self._flags(name, chunk_tokens, death_bound_s, link, ring_bytes))
         self._start(PrefillWorker(config, engine(num_blocks, block_size), "here"))
         return self.wait_registered(name)
 
@@ -105,15 +115,18 @@ class Rig:
 
     def pair(self, **change: object) -> tuple[str, str]:
         """A linked (prefill, decode) pair."""
-        chunk_tokens = change.pop("chunk_tokens", 16)
+        for_prefill = {name: change.pop(name) for name in ("chunk_tokens", "ring_bytes") if name in change}
+        if "prefill_link" in change:
+            for_prefill["link"] = change.pop("prefill_link")
         decode = self.start_decode(**change)
-        prefill = self.start_prefill(chunk_tokens=chunk_tokens)
+        prefill = self.start_prefill(**for_prefill)
         self.introduce(prefill, decode)
         return prefill, decode
 
     def introduce(self, prefill: str, *decodes: str) -> None:
         peers = [
-            Peer(d, "here", self.registered[d].bulk_address, self.registered[d].peer_address, ["zmq"]) for d in decodes
+            Peer(register.worker, "here", register.bulk_address, register.peer_address, register.links)
+            for register in (self.registered[decode] for decode in decodes)
         ]
         self.send(prefill, Peers(peers))
         self.until(
@@ -200,11 +213,11 @@ class Rig:
         self.until(lambda: worker in self.heartbeats, "a heartbeat comes")
         return self.heartbeats[worker].held_blocks
 
-    def metric(self, worker: str, sample: str) -> float:
-        """Sum of a sample over its labels, from a fresh heartbeat."""
+    def metric(self, worker: str, sample: str, **labels: str) -> float:
+        """Sum of a sample over all that bear these labels, from a fresh heartbeat."""
         self.held(worker)
-        families = self.heartbeats[worker].metrics
-        return sum(s.value for f in families for s in f.samples if s.name == sample)
+        samples = [s for family in self.heartbeats[worker].metrics for s in family.samples if s.name == sample]
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
     def close(self) -> None:
         for worker, _ in self.workers:

@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from .codec import PARTS_AFTER_HEADER, decode, encode
+from .codec import decode, encode, parts_after
 from .errors import ConfigError, ProtocolError
 from .guard import Guard, Standing
 from .keys import Curve, secure_client, secure_listener
@@ -81,7 +81,7 @@ def _socket(context: zmq.Context[Any], kind: int, max_bytes: int) -> zmq.Socket[
 def _parse(parts: list[zmq.Frame], counts: FrameCounts, sender: str, connection: int = -1) -> Received | None:
     try:
         message = decode(parts[0].buffer)
-        expected = 1 + PARTS_AFTER_HEADER.get(message.kind, 0)
+        expected = 1 + parts_after(message)
         if len(parts) != expected:
             raise ProtocolError("parts", f"{message.kind} came in {len(parts)} parts, not {expected}")
     except ProtocolError as error:

@@ -14,13 +14,11 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import ProtocolError
-from .messages import MESSAGES, Message
+from .messages import MESSAGES, Message, Slab
 
 SCHEMA_VERSION = 2
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 SEAL_BYTES = 8
-PARTS_AFTER_HEADER: dict[str, int] = {"Slab": 1}
-
 
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {kind: TypeAdapter(cls) for kind, cls in MESSAGES.items()}
 
@@ -43,6 +41,11 @@ def encode(message: Message) -> bytes:
 def seal(body: bytes) -> bytes:
     """A frame: the body and its checksum (big-endian)."""
     return body + xxhash.xxh3_64_digest(body)
+
+
+def parts_after(message: Message) -> int:
+    """How many more parts a message has than its header."""
+    return 1 if isinstance(message, Slab) and message.span is None else 0
 
 
 def decode(frame: bytes | memoryview) -> Message:

@@ -8,6 +8,7 @@
     ├── LayoutMismatch         two workers whose KV cannot be exchanged, naming the fields
     ├── RegistrationRefused    a gateway or peer said no, and why: exit code 3
     ├── TransferError          one attempt's KV is unusable (gap, bad checksum, deadline)
+    ├── RingUnavailable        two ends that cannot share memory, and why: the slower link is used, or none
     ├── OutOfBlocks            an allocation that does not fit right now (retry after something is freed)
     └── StepCancelled          every request of the running step was cancelled
 """
@@ -52,6 +53,10 @@ class TransferError(PdserveError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+class RingUnavailable(PdserveError):
+    """No memory can be shared between two workers; the text is the reason, for people."""
 
 
 class OutOfBlocks(PdserveError):

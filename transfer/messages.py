@@ -112,7 +112,7 @@ class Link:
     """State of one (prefill, decode) pair as the prefill worker sees it."""
 
     worker: WorkerId  # the decode worker
-    link: Annotated[str, Field(max_length=32)]  # "zmq" … or "" while there is none
+    link: Annotated[str, Field(max_length=32)]  # "shm", "zmq", or "" while there is none
     state: Literal["connecting", "linked", "refused"]
     detail: Text
     bytes_sent: Count
@@ -298,18 +298,34 @@ class Gone(Message):
 
 
 @dataclass(frozen=True, config=CLOSED)
+class RingOffer:
+    """Where the sender's ring of shared memory is (`ring.py`): a descriptor of that process, and how to know it."""
+
+    pid: Annotated[int, Field(ge=1, le=1 << 31)]
+    fd: Annotated[int, Field(ge=0, le=1 << 31)]
+    size_bytes: Annotated[int, Field(ge=64, le=1 << 40)]
+    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+@dataclass(frozen=True, config=CLOSED)
 class Hello(Message):
+    """`link`: what the sender would use; "shm" comes with a `ring`."""
+
     worker: WorkerId
     layout: KVLayout
     link: Name
+    ring: RingOffer | None = None
 
 
 @dataclass(frozen=True, config=CLOSED)
 class Welcome(Message):
-    """`window_bytes`: how many unacknowledged payload bytes the sender may have under way."""
+    """`window_bytes`: how many unacknowledged payload bytes the sender may have under way. `link`: what it is, and
+    `detail` why it is not what was offered."""
 
     worker: WorkerId
     window_bytes: Count
+    link: Name
+    detail: Text
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -326,8 +342,17 @@ class PeerHeartbeat(Message):
 
 
 @dataclass(frozen=True, config=CLOSED)
+class RingSpan:
+    """A slab's bytes in its sender's ring."""
+
+    position: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True, config=CLOSED)
 class Slab(Message):
-    """Header of one slab: KV of tokens [first_token, first_token + num_tokens) of one layer; payload follows."""
+    """Header of one slab: KV of tokens [first_token, first_token + num_tokens) of one layer. The payload follows as a
+    frame of its own, unless `span` says where it lies."""
 
     request: RequestId
     attempt: Attempt
@@ -336,6 +361,7 @@ class Slab(Message):
     first_token: Annotated[int, Field(ge=0, le=MAX_TOKENS_IN_REQUEST)]
     num_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
     checksum: Annotated[int, Field(ge=0, lt=1 << 64)]
+    span: RingSpan | None = None
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -347,6 +373,7 @@ class Handoff(Message):
     reservation: Count
     tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
     elapsed_s: Seconds  # from the first slab to this message, at the sender
+    ring_head: Count = 0  # whatever is before this position in the sender's ring has been sent
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -357,13 +384,16 @@ class Abort(Message):
     attempt: Attempt
     reservation: Count
     reason: Text
+    ring_head: Count = 0
 
 
 @dataclass(frozen=True, config=CLOSED)
 class Credit(Message):
-    """Decode has taken in this many payload bytes from this sender in all (cumulative)."""
+    """Decode has taken in this many payload bytes from this sender in all (cumulative), and is done with everything
+    before that position of its ring."""
 
     consumed_bytes: Count
+    ring_position: Count = 0
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (

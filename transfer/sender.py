@@ -3,8 +3,9 @@
     PeerLink    CONNECTING ──Welcome──▶ LINKED            hello carries the KV layout; a mismatch is refused here
                      └──HelloDenied──▶ REFUSED            (kept, with its reason, until the peer's next incarnation)
 
-Slab buffers are fresh for every slab and never reused, so ZeroMQ may read them whenever it gets to it. How much may be
-under way is bounded by the window the receiver grants: bytes sent minus bytes it says it has consumed.
+A slab's bytes are copied into the link's ring of shared memory if it has one with room, else into a fresh buffer that
+is never reused, so ZeroMQ may read it whenever it gets to it. How much may be under way is bounded by the window the
+receiver grants: bytes sent minus bytes it says it has consumed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import zmq
 
 from .channel import Dealer, FrameCounts
-from .errors import ConfigError
+from .errors import ConfigError, RingUnavailable
 from .keys import Curve
 from .layout import KVLayout
+from .links import LinkMode, best_link
 from .messages import (
     Abort,
     Credit,
@@ -33,9 +35,11 @@ from .messages import (
     Message,
     Peer,
     PeerHeartbeat,
+    RingSpan,
     Slab,
     Welcome,
 )
+from .ring import RingWriter
 from .slab import KVStore, checksum
 
 log = logging.getLogger(__name__)
@@ -50,8 +54,18 @@ class LinkState(Enum):
     REFUSED = "refused"
 
 
+@dataclass(frozen=True)
+class LinkOptions:
+    """What a worker does with every link alike. `host`: the machine it runs on; `ring_bytes`: of each shm link."""
+
+    mode: LinkMode = "auto"
+    host: str = ""
+    ring_bytes: int = 64 * 1024 * 1024
+    curve: Curve | None = None
+
+
 class PeerLink:
-    """The zmq link from this prefill worker to one incarnation of one decode worker."""
+    """The link from this prefill worker to one incarnation of one decode worker."""
 
     def __init__(
         self,
@@ -61,28 +75,49 @@ class PeerLink:
         connection: int,
         layout: KVLayout,
         counts: FrameCounts,
-        curve: Curve | None = None,
+        options: LinkOptions,
     ) -> None:
         """`connection` differs for every link this process ever makes: an identity is never used twice. Raises
         ConfigError for an address that cannot be one."""
         self.peer = peer
         self.heard_at = time.monotonic()
-        self.state = LinkState.CONNECTING
-        self.detail = ""
+        self.link, self.detail = best_link(options.mode, options.host, peer)
+        self.state = LinkState.CONNECTING if self.link else LinkState.REFUSED
         self.bytes_sent = 0
         self._worker = worker
         self._layout = layout
         self._window_bytes = 0
         self._bytes_consumed = 0
         self._due_at = 0.0
+        self._ring: RingWriter | None = None
         identity = f"{worker}/{connection}"
-        self._bulk = Dealer(context, peer.bulk_address, identity, counts, curve, bulk=True)
+        self._bulk = Dealer(context, peer.bulk_address, identity, counts, options.curve, bulk=True)
         try:
-            self._control = Dealer(context, peer.peer_address, identity, counts, curve)
+            self._control = Dealer(context, peer.peer_address, identity, counts, options.curve)
         except ConfigError:
             self._bulk.close()
             raise
-        self._bulk.send(Hello(worker, layout, "zmq"))  # ahead of everything: large slabs of strangers are not taken
+        if self.link == "shm":
+            self._make_ring(options)
+        if self.link:
+            self._bulk.send(self._hello())  # ahead of everything: large slabs of strangers are not taken
+
+    def _make_ring(self, options: LinkOptions) -> None:
+        try:
+            self._ring = RingWriter(options.ring_bytes)
+        except RingUnavailable as error:
+            self._no_ring(str(error), options.mode == "auto" and "zmq" in self.peer.links)
+
+    def _no_ring(self, why: str, may_fall_back: bool) -> None:
+        """Say aloud that no memory can be shared. Only before the first slab: a link never changes under way."""
+        log.warning("no shared memory with %s: %s", self.peer.worker, why)
+        self.detail = f"shm: {why}"
+        self.link = "zmq" if may_fall_back else ""
+        if not may_fall_back:
+            self.state = LinkState.REFUSED
+
+    def _hello(self) -> Hello:
+        return Hello(self._worker, self._layout, self.link, self._ring.offer if self._ring else None)
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
@@ -102,25 +137,48 @@ class PeerLink:
         """Nothing is under way to this peer: what it has not acknowledged was lost, and shall not fill the window."""
         self._bytes_consumed = self.bytes_sent
 
-    def send_bulk(self, message: Message, payload: memoryview | None = None) -> None:
-        self._bulk.send(message, payload)
-        if payload is not None:
-            self.bytes_sent += payload.nbytes
+    @property
+    def ring_head(self) -> int:
+        return self._ring.head if self._ring else 0
+
+    def room_in_ring(self, num_bytes: int) -> tuple[RingSpan, memoryview] | None:
+        """Memory of the ring for one slab; None without a ring, or while it has no room."""
+        if self._ring is None or (room := self._ring.allocate(num_bytes)) is None:
+            return None
+        position, memory = room
+        return RingSpan(position, num_bytes), memory
+
+    def send_slab(self, slab: Slab, payload: memoryview) -> None:
+        """The payload goes along unless it lies in the ring."""
+        self._bulk.send(slab, payload if slab.span is None else None)
+        self.bytes_sent += payload.nbytes
+
+    def send_bulk(self, message: Handoff | Abort) -> None:
+        self._bulk.send(message)
 
     def poll(self) -> Iterator[Message]:
         """Take in credits and the answer to the hello; yields Gone and PeerHeartbeat for the worker."""
         for received in self._control.receive():
             self.heard_at = time.monotonic()
             match received.message:
-                case Welcome(window_bytes=window_bytes):
-                    self.state, self._window_bytes = LinkState.LINKED, window_bytes
+                case Welcome() as welcome:
+                    self._welcomed(welcome)
                 case HelloDenied(reason=reason):
                     self.state, self.detail = LinkState.REFUSED, reason
                     log.error("decode worker %s refused the link: %s", self.peer.worker, reason)
-                case Credit(consumed_bytes=consumed):
+                case Credit(consumed_bytes=consumed, ring_position=position):
                     self._bytes_consumed = max(self._bytes_consumed, min(consumed, self.bytes_sent))
+                    if self._ring is not None:
+                        self._ring.free_up_to(position)
                 case Gone() | PeerHeartbeat() as message:
                     yield message
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if self._ring is not None and welcome.link != "shm":
+            self._ring.close()
+            self._ring = None
+            self._no_ring(welcome.detail, may_fall_back=True)
+        self.state, self._window_bytes = LinkState.LINKED, welcome.window_bytes
 
     def tick(self, live: Iterable[tuple[str, int]]) -> None:
         """Send what is due: hellos until answered, then heartbeats listing the attempts under way to this peer."""
@@ -129,7 +187,7 @@ class PeerLink:
             if self.state is LinkState.CONNECTING:
                 self._due_at = now + HELLO_EVERY_S
                 if self._control.pending == 0:
-                    self._control.send(Hello(self._worker, self._layout, "zmq"))
+                    self._control.send(self._hello())
             elif self.state is LinkState.LINKED:
                 self._due_at = now + PEER_HEARTBEAT_EVERY_S
                 self._control.send(PeerHeartbeat(self._worker, list(live)))
@@ -137,12 +195,15 @@ class PeerLink:
         self._bulk.flush()
 
     def report(self) -> Link:
-        link = "zmq" if self.state is LinkState.LINKED else ""
+        link = self.link if self.state is LinkState.LINKED else ""
         return Link(self.peer.worker, link, self.state.value, self.detail, self.bytes_sent)
 
     def close(self) -> None:
         self._bulk.close()
         self._control.close()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
 
 @dataclass
@@ -154,21 +215,24 @@ class Outgoing:
     reservation: int
     held_tokens: int  # decode has these already
     link: PeerLink
-    num_layers: int
+    layout: KVLayout
     next_token: list[int] = field(init=False)
     started_at: float | None = None
 
     def __post_init__(self) -> None:
-        self.next_token = [self.held_tokens] * self.num_layers
+        self.next_token = [self.held_tokens] * self.layout.num_layers
 
     def ship(self, store: KVStore, layer: int, blocks: Sequence[int], up_to: int) -> None:
         """Copy what decode lacks of this layer's tokens [:up_to] out of the blocks and send it."""
         first = self.next_token[layer]
         if up_to <= first:
             return
-        payload = store.gather(layer, blocks, first, up_to - first)
-        slab = Slab(self.request, self.attempt, self.reservation, layer, first, up_to - first, checksum(payload))
-        self.link.send_bulk(slab, payload)
+        count = up_to - first
+        room = self.link.room_in_ring(count * self.layout.layer_bytes_per_token(layer))
+        span, memory = room or (None, None)
+        payload = store.gather(layer, blocks, first, count, memory)
+        slab = Slab(self.request, self.attempt, self.reservation, layer, first, count, checksum(payload), span)
+        self.link.send_slab(slab, payload)
         self.next_token[layer] = up_to
         if self.started_at is None:
             self.started_at = time.monotonic()
@@ -176,9 +240,9 @@ class Outgoing:
     def hand_off(self, tokens: list[int]) -> None:
         """Behind the last slab: decode owns the request from here."""
         elapsed_s = 0.0 if self.started_at is None else time.monotonic() - self.started_at
-        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s)
+        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s, self.link.ring_head)
         self.link.send_bulk(handoff)
 
     def abort(self, reason: str) -> None:
         """Tell decode that nothing more will come."""
-        self.link.send_bulk(Abort(self.request, self.attempt, self.reservation, reason))
+        self.link.send_bulk(Abort(self.request, self.attempt, self.reservation, reason, self.link.ring_head))

@@ -16,8 +16,10 @@ from .layout import DTYPE_BYTES, KVLayout
 class KVStore(Protocol):
     """A worker's own paged KV, as far as slabs need it. `blocks` is the block table of the sequence."""
 
-    def gather(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
-        """A fresh buffer with those tokens' KV of one layer; the caller owns it."""
+    def gather(
+        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
+    ) -> memoryview:
+        """Those tokens' KV of one layer, in `out` (of exactly the right size) or a fresh buffer; the caller owns it."""
         ...
 
     def scatter(

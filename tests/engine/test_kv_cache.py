@@ -45,6 +45,9 @@ def test_a_token_range_survives_the_trip_between_block_sizes(
     before = [tensor.clone() for tensor in (*target.keys, *target.values)]
     target.scatter(layer, blocks[1], first_token, num_tokens, slab)
     assert bytes(target.gather(layer, blocks[1], first_token, num_tokens)) == bytes(slab)
+    room = bytearray(slab.nbytes)
+    assert source.gather(layer, blocks[0], first_token, num_tokens, memoryview(room)).obj is room
+    assert bytes(room) == bytes(slab)
     changed = sum(
         int((now != then).flatten(2).any(2).sum())
         for now, then in zip((*target.keys, *target.values), before, strict=True)

@@ -343,6 +343,20 @@ async def test_prefill_busy_pause_ends_by_itself(system: System) -> None:
     await until(lambda: system.pool.is_free(known), timeout_s=1.0)
 
 
+@pytest.mark.parametrize("heard", [True, False])
+async def test_only_an_attempt_that_the_dead_worker_had_heard_of_counts_against_the_request(
+    system: System, heard: bool
+) -> None:
+    decode = system.decode()
+    await system.ready(1)
+    owner, _ = place(system, decode, dispatched=heard)
+    decode.kill()
+    await until(lambda: owner.events)
+    (lost,) = owner.events
+    assert isinstance(lost, Lost)
+    assert (lost.died, lost.planned) == (heard, not heard)
+
+
 # --- draining ----------------------------------------------------------------------------------------------------
 
 

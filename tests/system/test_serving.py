@@ -71,7 +71,7 @@ def test_pools_show_both_workers_and_a_linked_pair(demo_system: System) -> None:
     assert {worker["role"] for worker in demo_system.workers()} == {"prefill", "decode"}
     (link,) = demo_system.links()
     assert link["state"] == "linked"
-    assert link["link"] == "zmq"
+    assert link["link"] == "shm"
     assert link["worker"].startswith("decode-0")
     command_lines = {process.pid: " ".join(process.cmdline()) for process in demo_system.processes()}
     for role in ("prefill", "decode"):

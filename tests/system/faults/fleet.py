@@ -33,6 +33,7 @@ READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 STRAYS_TIMEOUT_S = 5.0
 TRIM_S = 0.3
+LINKS = ("auto", "zmq")  # of the prefill workers, in turn: shared memory, and frames
 
 
 class Pipe:
@@ -159,7 +160,8 @@ class Fleet(Surface):
         members = [Member("gateway", "gateway", [*gateway, *map(str, shape.gateway_flags)])]
         for number in range(shape.prefill):
             name = f"prefill-{number}"
-            members.append(Member(name, "prefill", [*worker, "--name", name, *map(str, shape.prefill_flags)]))
+            link = ["--link", LINKS[number % len(LINKS)]]
+            members.append(Member(name, "prefill", [*worker, "--name", name, *link, *map(str, shape.prefill_flags)]))
         for number in range(shape.decode):
             name = f"decode-{number}"
             ends = ["--listen", self._socket(name), "--advertise", self._socket(f"{name}.proxy")]

@@ -55,10 +55,11 @@ class Rule:
     delay_s: float = 0.0
     seed: int = 0
 
-    def fits(self, link: str, socket: str, identity: str, kind: str) -> bool:
+    def fits(self, link: str, socket: str, identity: str, kind: str, num_parts: int) -> bool:
         name = identity.partition("#")[0]
         return (
             self.count > 0
+            and (num_parts > 1 or self.harm != "corrupt_payload")
             and (self.link, self.socket) == (link, socket)
             and (not self.kinds or kind in self.kinds)
             and (not self.sender or self.sender == name)
@@ -186,7 +187,7 @@ class Path:
         if rules and (forth or self.socket == "control"):
             header = header_of(parts)
             kind, name = str(header.get("t")), identity.decode(errors="replace")
-            rule = next((r for r in rules if r.fits(self.link, self.socket, name, kind)), None)
+            rule = next((r for r in rules if r.fits(self.link, self.socket, name, kind, len(parts))), None)
             if rule is not None:
                 rule.count -= 1
                 about = {"request": header.get("request", ""), "attempt": header.get("attempt", 0)}

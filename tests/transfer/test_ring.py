@@ -1,0 +1,153 @@
+"""A ring hands bytes to one other process, reuses what was acknowledged, and trusts nobody's word."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.transfer.errors import RingUnavailable
+from pdserve.transfer.ring import ALIGNMENT_BYTES, RingReader, RingWriter
+
+SIZE = 64 * 1024
+
+
+@pytest.fixture
+def writer() -> Iterator[RingWriter]:
+    ring = RingWriter(SIZE)
+    yield ring
+    ring.close()
+
+
+def put(writer: RingWriter, content: bytes) -> int:
+    room = writer.allocate(len(content))
+    assert room is not None
+    position, memory = room
+    memory[:] = content
+    return position
+
+
+def test_what_was_written_is_read_where_the_position_says(writer: RingWriter) -> None:
+    reader = RingReader(writer.offer)
+    positions = [(put(writer, bytes([i]) * 100 * i), i) for i in range(1, 20)]
+    for position, i in positions:
+        assert reader.view(position, 100 * i) == bytes([i]) * 100 * i
+        assert position % ALIGNMENT_BYTES == 0
+
+
+@given(sizes=st.lists(st.integers(1, SIZE), max_size=60), seed=st.integers(0, 255))
+def test_nothing_is_written_over_before_it_was_acknowledged(sizes: list[int], seed: int) -> None:
+    writer = RingWriter(SIZE)
+    reader = RingReader(writer.offer)
+    waiting: list[tuple[int, bytes]] = []
+    try:
+        for number, size in enumerate(sizes):
+            content = bytes([(seed + number) % 256]) * size
+            while (room := writer.allocate(size)) is None:
+                assert waiting, "an empty ring has room for all that fits into it"
+                position, expected = waiting.pop(0)
+                assert reader.view(position, len(expected)) == expected
+                writer.free_up_to(position + len(expected))
+            room[1][:] = content
+            waiting.append((room[0], content))
+        for position, expected in waiting:
+            assert reader.view(position, len(expected)) == expected
+    finally:
+        writer.close()
+
+
+def test_what_does_not_fit_at_all_has_no_room(writer: RingWriter) -> None:
+    assert writer.allocate(SIZE + 1) is None
+    assert writer.allocate(SIZE) is not None
+    assert writer.allocate(1) is None
+
+
+def test_an_acknowledgement_of_what_was_never_written_is_not_believed(writer: RingWriter) -> None:
+    put(writer, b"x" * SIZE)
+    writer.free_up_to(1 << 40)
+    assert writer.allocate(1) is None
+    writer.free_up_to(SIZE)
+    assert writer.allocate(1) is not None
+
+
+@pytest.mark.parametrize(("position", "num_bytes"), [(0, SIZE + 1), (SIZE - 1, 2), (1 << 47, SIZE + 64)])
+def test_a_span_that_leaves_the_ring_has_no_bytes(writer: RingWriter, position: int, num_bytes: int) -> None:
+    assert RingReader(writer.offer).view(position, num_bytes) is None
+
+
+def test_the_reader_cannot_change_what_the_writer_has(writer: RingWriter) -> None:
+    position = put(writer, b"before")
+    view = RingReader(writer.offer).view(position, 6)
+    assert view is not None
+    view[:] = b"after!"
+    assert RingReader(writer.offer).view(position, 6) == b"before"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"secret": "0" * 32}, {"size_bytes": SIZE - 64}, {"size_bytes": 1 << 40}, {"fd": 1 << 20}, {"pid": 1 << 30}],
+)
+def test_an_offer_that_is_not_what_it_says_is_refused(writer: RingWriter, change: dict[str, object]) -> None:
+    with pytest.raises(RingUnavailable, match="process"):
+        RingReader(dataclasses.replace(writer.offer, **change))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", __file__])
+def test_a_descriptor_of_something_else_is_refused(writer: RingWriter, path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(RingUnavailable):
+            RingReader(dataclasses.replace(writer.offer, fd=fd))
+    finally:
+        os.close(fd)
+
+
+def test_memory_that_cannot_be_had_is_refused_at_once() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
+    try:
+        with pytest.raises(RingUnavailable, match="no shared memory of"):
+            RingWriter(SIZE)  # and its header
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_writer_cannot_shrink_the_memory_under_the_reader(writer: RingWriter) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.offer.fd, 0)
+
+
+def test_a_killed_writer_leaves_the_reader_its_bytes_and_the_machine_nothing() -> None:
+    code = (
+        "import sys\n"
+        "from pdserve.transfer.ring import RingWriter\n"
+        "ring = RingWriter(65536)\n"
+        "position, memory = ring.allocate(5)\n"
+        "memory[:] = b'hello'\n"
+        "offer = ring.offer\n"
+        "print(offer.pid, offer.fd, offer.size_bytes, offer.secret, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    before = sorted(os.listdir("/dev/shm"))
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        pid, fd, size, secret = child.stdout.readline().split()
+        writer = RingWriter(SIZE)
+        offer = dataclasses.replace(writer.offer, pid=int(pid), fd=int(fd), size_bytes=int(size), secret=secret)
+        writer.close()
+        reader = RingReader(offer)
+    finally:
+        child.kill()
+        child.communicate(timeout=10)
+    assert reader.view(0, 5) == b"hello"
+    assert sorted(os.listdir("/dev/shm")) == before
+    with pytest.raises(RingUnavailable, match="out of reach"):
+        RingReader(offer)

@@ -1,0 +1,120 @@
+"""A ring of bytes in shared memory: one process writes, one other on the same machine reads.
+
+The memory is a memfd: it has no name that could be left behind, and is gone with the last of the two processes. Its
+size is sealed, so neither end can be shot down by the other's truncating it, and the reader maps it privately, so
+whatever it does never reaches the writer. The reader finds it under `/proc/PID/fd/FD`, and knows by a secret at its
+beginning that it is the one that was meant (process numbers mean nothing in another container).
+
+Positions only ever grow; a position's place in memory is its remainder. The writer reuses what is before the position
+that the reader has acknowledged. Both ends live as long as their link does, and a ring is never lent to another pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+
+from .errors import RingUnavailable
+from .messages import RingOffer
+
+HEADER_BYTES = 4096
+ALIGNMENT_BYTES = 64
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class RingWriter:
+    """The end that owns the memory. Raises RingUnavailable when this machine does not give it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        secret = secrets.token_bytes(16)
+        try:
+            self._fd = os.memfd_create("pdserve-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise RingUnavailable(f"no shared memory: {error.strerror}") from None
+        try:
+            os.posix_fallocate(self._fd, 0, HEADER_BYTES + self._size)  # now, since later it would be a signal
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+            self._map = mmap.mmap(self._fd, HEADER_BYTES + self._size)
+        except OSError as error:
+            os.close(self._fd)
+            raise RingUnavailable(f"no shared memory of {size_bytes} bytes: {error.strerror}") from None
+        self._map[: len(secret)] = secret
+        self._view = memoryview(self._map)
+        self._head = 0  # the next position to write
+        self._tail = 0  # everything before it may be written over
+        self.offer = RingOffer(os.getpid(), self._fd, self._size, secret.hex())
+
+    @property
+    def head(self) -> int:
+        return self._head
+
+    def allocate(self, num_bytes: int) -> tuple[int, memoryview] | None:
+        """The next position with that much memory in one piece, and the memory; None while there is no room."""
+        start = self._head % self._size
+        position = self._head if start + num_bytes <= self._size else self._head + self._size - start
+        end = position + num_bytes
+        tail = position if self._tail == self._head else self._tail  # what is skipped of an empty ring is free
+        if num_bytes > self._size or end - tail > self._size:
+            return None
+        self._tail = tail
+        self._head = _aligned(end)
+        at = HEADER_BYTES + position % self._size
+        return position, self._view[at : at + num_bytes]
+
+    def free_up_to(self, position: int) -> None:
+        """The reader is done with everything before `position`; a position never written to is not believed."""
+        position = _aligned(position)
+        if position <= self._head:
+            self._tail = max(self._tail, position)
+
+    def close(self) -> None:
+        """Give up this end's hold. Slabs that are still being written keep the mapping until they are dropped."""
+        os.close(self._fd)
+        self._view.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class RingReader:
+    """The other end. Raises RingUnavailable, saying why, unless the offer names a ring that can be trusted."""
+
+    def __init__(self, offer: RingOffer) -> None:
+        self._size = offer.size_bytes
+        try:
+            fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError as error:
+            raise RingUnavailable(f"the ring of process {offer.pid} is out of reach: {error.strerror}") from None
+        try:
+            self._map = self._open(fd, offer)
+        except (OSError, ValueError) as error:
+            raise RingUnavailable(f"the ring of process {offer.pid} cannot be mapped: {error}") from None
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _open(fd: int, offer: RingOffer) -> mmap.mmap:
+        info = os.fstat(fd)
+        size = HEADER_BYTES + offer.size_bytes
+        if not stat.S_ISREG(info.st_mode) or info.st_size != size or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != SEALS:
+            raise RingUnavailable(f"what process {offer.pid} has there is not a ring")
+        mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if mapped[: len(offer.secret) // 2] != bytes.fromhex(offer.secret):
+            raise RingUnavailable(f"process {offer.pid} here is not the one that made the offer")
+        return mapped
+
+    def view(self, position: int, num_bytes: int) -> memoryview | None:
+        """The bytes at a position; None for a span that no writer would make."""
+        start = position % self._size
+        if num_bytes > self._size - start:
+            return None
+        at = HEADER_BYTES + start
+        return memoryview(self._map)[at : at + num_bytes]
