@@ -39,6 +39,8 @@ from pdserve.transfer.messages import (
     Registered,
     Reserve,
     Reserved,
+    RingOffer,
+    RingSpan,
     Slab,
     Tokens,
     Welcome,
@@ -229,12 +231,13 @@ def frames(layout: Any) -> list[list[bytes]]:
         Gone("r", 1),
         Leaving(worker),
         Hello(worker, layout, "zmq"),
+        Hello(worker, layout, "shm", RingOffer(1, 0, 1 << 40, "0" * 32)),
         PeerHeartbeat(worker, [("r", 1)] * 5000),
         Handoff("r", 1, HUGE, [1 << 31] * 128, 1e7),
         Abort("r", 1, HUGE, "z"),
         Credit(HUGE),
         Cancel("r", 1),
-        Welcome(worker, HUGE),
+        Welcome(worker, HUGE, "shm", ""),
     ]
     header = {"v": SCHEMA_VERSION, "t": "Credit"}
     broken: list[object] = [
@@ -263,6 +266,7 @@ def frames(layout: Any) -> list[list[bytes]]:
         [b""],
         [b"a"] * 50,
         [encode(Slab("r", 1, 1, 0, 0, 1, 0))],
+        [encode(Slab("r", 1, 1, 0, 0, 1, 0, RingSpan(HUGE, HUGE)))],
         [encode(Slab("r", 1, 1, 1023, 4_000_000, 4_000_000, (1 << 64) - 1)), b"x" * 1000],
         [encode(Slab("r", 1, 1, 0, 0, 1, 0)), b"x" * 4 * MIB],
         [b"x" * 4 * MIB],
