@@ -216,9 +216,10 @@ def test_slabs_replayed_reordered_or_wrong_are_counted_and_never_become_a_text(t
         "short": lambda r, n: [[slab(r, n, 0, 0, 16)[0], b"x"]],
         "too far": lambda r, n: [slab(r, n, 0, 0, 4000)],
         "no such layer": lambda r, n: [[encode(Slab(r, 1, n, 1023, 0, 1, 0)), b"x" * 64]],
-        "early handoff": lambda r, n: [slab(r, n, *good[0]), [encode(Handoff(r, 1, n, [5], 0.0))]],
-        "in no ring": lambda r, n: [
-            [encode(Slab(r, 1, n, 0, 0, 16, 0, RingSpan(0, 64)))], [encode(Handoff(r, 1, n, [5], 0.0))],
+        "early handoff": lambda r, n: [
+            slab(r, n, *good[0]),
+            [encode(Slab(r, 1, n, 1, 0, 16, 0, RingSpan(0, 64)))],  # in a ring that is not there
+            [encode(Handoff(r, 1, n, [5], 0.0))],
         ],
         "many tokens": lambda r, n: [*(slab(r, n, *g) for g in good), [encode(Handoff(r, 1, n, *MANY))]],
         "old reservation": lambda r, n: [slab(r, n + 1, *g) for g in good],
