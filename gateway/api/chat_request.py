@@ -33,6 +33,8 @@ class Chat:
         if self.grammar is not None:
             params = tuple(replace(one, grammar=self.grammar) for one in params)
         grammar = params[0].grammar
+        if grammar is not None and self.grammar is None and self.output.calling is not None:
+            raise not_supported("response_format", "A required answer format beside tools that may be called")
         if grammar is not None and self.output.reasoning == "yes":
             raise self._grammar_and_reasoning()
         text = replace(parsed.text, markers=self._markers())

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdserve.gateway.api.chat_output import Calling, ChatOutput, OutputFormat
+from pdserve.gateway.api.chat_output import Calling, ChatOutput, Message, OutputFormat
 from pdserve.gateway.api.reasoning import Opened, ReasoningSplitter, opened_by_prompt
+
+CALL = '<tool_call>{"name": "f"}</tool_call>'
 
 
 def split(opened: Opened, pieces: list[str]) -> tuple[str, str]:
@@ -86,13 +90,41 @@ def test_text_that_is_held_back_is_counted_with_its_own_token() -> None:
     assert output.reasoning_tokens == 2
 
 
+SCRAPS = st.sampled_from(
+    ["<think>", "</think>", "\n", " ", "why", CALL, CALL[:20], CALL[20:], "<th", "ink>", "so", "你"]
+)
+
+
+@given(
+    scraps=st.lists(SCRAPS, max_size=8),
+    opened=st.sampled_from(["no", "maybe", "yes"]),
+    cuts=st.lists(st.integers(1, 9)),
+)
+def test_cuts_change_neither_reasoning_nor_content_nor_calls(
+    scraps: list[str], opened: Opened, cuts: list[int]
+) -> None:
+    text = "".join(scraps)
+    assert message(opened, [text]) == message(opened, [*text, ""])
+    pieces, at = [], 0
+    for cut in cuts:
+        pieces.append(text[at : at + cut])
+        at += cut
+    assert message(opened, [text]) == message(opened, [*pieces, text[at:]])
+
+
+def message(opened: Opened, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    output, whole, length = ChatOutput(OutputFormat(Calling("auto", ("f",)), opened)), Message(), 0
+    for number, piece in enumerate(pieces):
+        length += len(piece)
+        whole.add(output.feed(piece, token_end=length, final=number == len(pieces) - 1))
+    return whole.reasoning, whole.content, [(call.name, call.arguments) for call in whole.calls]
+
+
 def test_calls_are_read_behind_the_reasoning_only() -> None:
-    calling = Calling("auto", ("f",))
-    call = '<tool_call>{"name": "f"}</tool_call>'
-    output = ChatOutput(OutputFormat(calling, "maybe"))
-    text = f"<think>{call}</think>\n\n{call}"
+    output = ChatOutput(OutputFormat(Calling("auto", ("f",)), "maybe"))
+    text = f"<think>{CALL}</think>\n\n{CALL}"
     delta = output.feed(text, token_end=len(text), final=True)
-    assert (delta.content, delta.reasoning) == ("", call)
+    assert (delta.content, delta.reasoning) == ("", CALL)
     assert [(part.index, part.name, part.arguments) for part in delta.calls] == [(0, "f", ""), (0, "", "{}")]
     assert output.finish_reason("stop") == "tool_calls"
     assert output.finish_reason("length") == "length"

@@ -168,6 +168,23 @@ def test_demo_tokenizer_is_exact_on_random_ids(demo: Tokenizer, data: st.DataObj
     assert "".join(pieces(demo, ids, skip)) == demo.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_marker_is_text_where_other_special_tokens_are_not(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    marker = tokenizer._backend.token_to_id("<unk>")
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1) | st.just(marker), max_size=20))
+    stream = tokenizer.incremental(skip_special_tokens=True, markers=("<unk>", "<not a token>"))
+    text = "".join([*(stream.push(token) for token in ids), stream.flush()])
+    assert text.count("<unk>") == ids.count(marker)
+    assert "</s>" not in text
+    if marker not in ids:
+        assert text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
 # --- finishing -------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from pdserve.gateway.api.parsed_request import ModelLimits, ParsedRequest
 from pdserve.gateway.api.parsing import parse_chat
 from pdserve.gateway.api.text import Tokenizer
 from pdserve.gateway.api.tools import calls_schema
+from pdserve.gateway.reply import Reply
 
 LIMITS = ModelLimits(names=("demo",), max_model_len=5000, pool_tokens=5000)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -250,6 +251,31 @@ def test_reasoning_effort_reaches_the_template_and_the_prompt_says_whether_reaso
     assert chat(reasoning_effort="high").output.reasoning == "yes"
     assert chat(reasoning_effort="none").output.reasoning == "no"
     assert chat_with(qwen)(reasoning_effort="high").output.reasoning is None
+
+
+def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_not(
+    tokenizer_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(str(tokenizer_dirs["byte_level"]))
+    hf.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "<think>", "</think>", "<pad>"]})
+    hf.chat_template = QWEN_LIKE.replace("<tool_call>", "[TOOL_CALLS]")
+    hf.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path, style=ChatStyle(reasoning_parser="think"))
+    ids = tokenizer.encode('<think>why</think><pad>so[TOOL_CALLS][{"name": "time"}]</s>')[1:]
+    reply = Reply(chat_with(tokenizer)(tools=TOOLS), tokenizer)
+    for token in ids:
+        reply.token(0, token, "stop" if token == ids[-1] else "")
+    (choice,) = json.loads(reply.body())["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why", "so")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["time"]
+    assert len(message["tool_calls"][0]["id"]) == 9
+    plain = Reply(chat_with(Tokenizer(tmp_path))(), tokenizer)
+    for token in ids:
+        plain.token(0, token, "stop" if token == ids[-1] else "")
+    assert json.loads(plain.body())["choices"][0]["message"]["content"] == 'whyso[{"name": "time"}]'
 
 
 # --- grammar ----------------------------------------------------------------------------------------------------
