@@ -12,7 +12,8 @@
    A worker that fails or dies costs an attempt; the next one starts from the tokens accepted so far.
 6. `reply.py` turns tokens into text, finds stop strings, and fills the response that `api/responses.py` words; a
    client that does not read is cut off, one that went away is cancelled at both workers.
-7. `metrics.py` counts how it ended. Until then the status code is open: headers go out with the first token.
+7. `metrics.py` counts how it ended. Until then the status code is open: headers go out with the first token,
+   or with a comment when a worker takes long to give it.
 
 Beside it: `__main__.py`, `config.py` and `server.py` (the process), `up.py`, `launch.py` and `supervisor.py` (a whole
 system on one machine), `cli.py` (the `pdserve` command).
