@@ -148,19 +148,21 @@ def _resolve_max_tokens(
     if asked == 0:
         raise invalid(f"{limit_field}: Input should be greater than or equal to 1", limit_field)
     bounds = (
-        (limits.max_model_len, f"the model's context length (max_model_len {limits.max_model_len})"),
-        (limits.pool_tokens, f"what the decode pool's KV cache can hold (pool_tokens {limits.pool_tokens})"),
+        (limits.max_model_len, f"max_model_len {limits.max_model_len}"),
+        (limits.pool_tokens, f"pool_tokens {limits.pool_tokens}, what the decode pool's KV cache can hold"),
     )
-    for bound, name in bounds:
+    for bound, which in bounds:
+        # The first words are OpenAI's: clients know by them that a shorter history would do.
+        limit = f"This model's maximum context length is {bound} tokens ({which})"
         if prompt_tokens >= bound:
             raise invalid(
-                f"The prompt's length in tokens is {prompt_tokens}, which leaves no room for output within {name}.",
+                f"{limit}, and the prompt's {prompt_tokens} leave no room for output.",
                 prompt_field,
                 "context_length_exceeded",
             )
         if asked is not None and prompt_tokens + asked > bound:
             raise invalid(
-                f"Prompt tokens ({prompt_tokens}) and {limit_field} ({asked!s:.40}) are together more than {name}.",
+                f"{limit}, and the prompt's {prompt_tokens} and {limit_field} ({asked!s:.40}) are together more.",
                 limit_field,
                 "context_length_exceeded",
             )

@@ -87,6 +87,10 @@ class Client:
             base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=httpx.Limits(max_connections=None)
         )
 
+    def use_key(self, key: str) -> None:
+        """Send this API key from now on."""
+        self._http.headers["Authorization"] = f"Bearer {key}"
+
     def close(self) -> None:
         self._http.close()
 
