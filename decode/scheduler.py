@@ -240,7 +240,8 @@ class Scheduler:
         for sequence in waiting:
             if holders >= self._limits.max_sequences:
                 return
-            sequence.table.match_prefix(sequence.tokens)
+            if not sequence.scoring:  # cached tokens have no logits
+                sequence.table.match_prefix(sequence.tokens)
             if sequence.table.num_missing_blocks(len(sequence.tokens)) + holders > self._pool.num_available:
                 sequence.table.release()
                 return
@@ -284,8 +285,14 @@ class Scheduler:
         sequence = work.sequence
         sequence.table.commit(sequence.tokens, work.start + work.count)
 
+    def scored(self, work: Work, count: int) -> None:
+        """So many log probabilities of prompt tokens behind the work's first one have been sent."""
+        if count:
+            work.sequence.scored = max(work.sequence.scored, work.start + count)
+
     def received(self, sequence: Sequence) -> None:
-        """All slabs are in its blocks."""
+        """All slabs are in its blocks; what prefill had to say of the prompt's tokens it has said."""
+        sequence.scored = len(sequence.prompt) - 1
         sequence.table.commit(sequence.tokens, len(sequence.tokens))
 
     def split(self, sequence: Sequence) -> tuple[list[Sequence], list[tuple[int, int]]]:
@@ -302,7 +309,7 @@ class Scheduler:
                 table, copy = sequence.table.sibling(), None
             twin = Sequence(
                 sequence.request, sequence.attempt, choice, sequence.prompt, list(sequence.output), sequence.params,
-                (*sequence.rank[:2], choice), table, prefill=sequence.prefill, announced=True,
+                (*sequence.rank[:2], choice), table, prefill=sequence.prefill, announced=True, scored=sequence.scored,
             )  # fmt: skip
             twin.state = State.RUNNING if table.blocks else State.WAITING
             self._jobs[sequence.key].append(twin)

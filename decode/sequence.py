@@ -45,6 +45,7 @@ class Sequence:
     announced: bool = False  # the gateway has been told of the reservation
     begun: bool = False  # prefill has said or shown that it is at it
     deadline: float = 0.0
+    scored: int = 0  # tokens of the prompt whose log probabilities have been sent, from token 1 on
     state: State = State.WAITING
     tokens: list[int] = field(init=False)
 
@@ -59,6 +60,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens whose KV is not there yet; 1 for a sequence that is simply decoding."""
         return len(self.tokens) - self.table.num_computed
+
+    @property
+    def scoring(self) -> bool:
+        """Are log probabilities of the prompt still to come from here?"""
+        return self.params.prompt_logprobs is not None and self.scored < len(self.prompt) - 1
 
     def append(self, token: int) -> None:
         self.output.append(token)

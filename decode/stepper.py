@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..engine.logprobs import prompt_targets, sampled_logprobs, score_prompts
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.errors import StepCancelled
+from ..transfer.messages import TokenLogprobs
 from .metrics import DecodeMetrics
 from .preemption import SwapSpace
 from .scheduler import Plan
 from .sequence import Sequence, State, Work
 
+Scores = list[TokenLogprobs] | None  # of a prompt's own tokens; None when they are not finite
 COST_MEMORY = 0.8  # weight of earlier measurements in the running mean of what a prompt token costs
 
 
@@ -58,23 +61,21 @@ class Stepper:
         for back in plan.swapped_in:
             self._swap.restore(back, cache, layout)
 
-    def run(self, batch: list[Work]) -> torch.Tensor | None:
-        """Logits [works that sample, vocab] of the batch; None when the step was cancelled half-way."""
+    def run(self, batch: list[Work]) -> tuple[torch.Tensor, list[Scores]] | None:
+        """Logits [works that sample, vocab] of the batch, and the scores of each work's prompt tokens, from token
+        `work.start` + 1 on, if it is to have them; None when the step was cancelled half-way."""
         started = time.monotonic()
         self.running = batch
+        chunks = [_chunk(work) for work in batch]
         try:
-            logits = self._runner.forward(
-                [
-                    Chunk(w.sequence.tokens[w.start : w.start + w.count], w.start, w.sequence.table.blocks, w.samples)
-                    for w in batch
-                ]
-            )
+            logits = self._runner.forward(chunks)
+            scores = list(score_prompts(self._runner, chunks, self._between_layers))
         except StepCancelled:
             return None
         finally:
             self.running = []
         self._measure(batch, time.monotonic() - started)
-        return logits
+        return logits, scores
 
     def _measure(self, batch: list[Work], elapsed_s: float) -> None:
         tokens = sum(work.count for work in batch)
@@ -85,8 +86,11 @@ class Stepper:
             known = self._chunk_token_s or cost
             self._chunk_token_s = COST_MEMORY * known + (1 - COST_MEMORY) * cost
 
-    def pick(self, logits: torch.Tensor, sampling: list[Work]) -> Iterator[tuple[Sequence, list[int] | None]]:
-        """The next token of every choice of every sequence that ran its last one and still lives.
+    def pick(
+        self, logits: torch.Tensor, sampling: list[Work]
+    ) -> Iterator[tuple[Sequence, list[int] | None, list[TokenLogprobs | None]]]:
+        """The next token of every choice of every sequence that ran its last one and still lives, and what is to be
+        known of its likelihood.
 
         `logits`: [len(sampling), vocab]. None in place of tokens when a sequence's logits are not finite.
         """
@@ -100,7 +104,21 @@ class Stepper:
             return
         index = [row for row, _ in rows]
         picked = logits if index == list(range(len(sampling))) else logits[index]
-        tokens = iter(sample(picked, [row for _, row in rows], self._engine.model.eos_token_ids))
+        sample_rows = [row for _, row in rows]
+        tokens = sample(picked, sample_rows, self._engine.model.eos_token_ids)
+        logprobs = sampled_logprobs(picked, sample_rows, tokens)
+        at = 0
         for _, sequence in alive:
-            mine = [next(tokens) for _ in range(sequence.num_choices)]
-            yield sequence, None if NOT_FINITE in mine else mine
+            until = at + sequence.num_choices
+            mine = tokens[at:until]
+            yield sequence, None if NOT_FINITE in mine else mine, logprobs[at:until]
+            at = until
+
+
+def _chunk(work: Work) -> Chunk:
+    sequence, params = work.sequence, work.sequence.params
+    targets = prompt_targets(params, sequence.prompt, work.start, work.count) if sequence.scoring else ()
+    return Chunk(
+        sequence.tokens[work.start : work.start + work.count], work.start, sequence.table.blocks, work.samples,
+        targets, params.prompt_logprobs or 0,
+    )  # fmt: skip

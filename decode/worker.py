@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
 
 import zmq
 
 from ..engine.block_pool import root_key
+from ..engine.logprobs import prompt_messages
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
@@ -25,7 +27,6 @@ from ..transfer.messages import (
     Abort,
     Cancel,
     Failed,
-    Finish,
     Gone,
     Handoff,
     Message,
@@ -34,17 +35,18 @@ from ..transfer.messages import (
     Reserve,
     Reserved,
     Slab,
-    Tokens,
+    TokenLogprobs,
     WorkerHeartbeat,
 )
 from ..transfer.receiver import Receiver
 from .config import DecodeConfig
 from .intake import Intake, worker_of
 from .metrics import DecodeMetrics
+from .outbox import Outbox
 from .preemption import SwapSpace
 from .scheduler import DecodeLimits, Plan, Scheduler
 from .sequence import Key, Sequence, State, Work
-from .stepper import Stepper
+from .stepper import Scores, Stepper
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class DecodeWorker:
         )
         self._inbox: deque[tuple[GatewayTie, Message]] = deque()
         self._pumped_at = 0.0
-        self._items: dict[GatewayTie, list[tuple[str, int, int, int, int, Finish]]] = defaultdict(list)
+        self._outbox = Outbox()
         self._ready = False
         self._stopping = False
 
@@ -251,7 +253,7 @@ class DecodeWorker:
 
     def _fail(self, key: Key, reason: str, detail: str, *, retryable: bool) -> None:
         log.warning("%s attempt %d failed here: %s (%s)", *key, reason, detail)
-        self._send_tokens()  # what it has said already comes before its end
+        self._outbox.send()  # what it has said already comes before its end
         self._members.send(key, Failed(*key, reason, detail[:4000], retryable))
         self._drop(key)
 
@@ -293,18 +295,21 @@ class DecodeWorker:
         """The prompt's KV is whole: every choice starts from the token prefill sampled for it."""
         if len(message.tokens) != sequence.num_choices:
             raise TransferError("bad_handoff", f"{len(message.tokens)} tokens for {sequence.num_choices} choices")
+        wanted = sequence.num_choices if sequence.params.logprobs is not None else 0
+        if len(message.logprobs) != wanted:
+            raise TransferError("bad_handoff", f"{len(message.logprobs)} log probabilities for {wanted} tokens")
         self._metrics.transfer_seconds.observe(elapsed_s)
         self._scheduler.received(sequence)
-        self._start(sequence, message.tokens)
+        self._start(sequence, message.tokens, message.logprobs or [None] * sequence.num_choices)
 
-    def _start(self, sequence: Sequence, tokens: list[int]) -> None:
-        """Split into choices and give each its first token (`tokens` in choice order)."""
+    def _start(self, sequence: Sequence, tokens: list[int], logprobs: ListOf[TokenLogprobs | None]) -> None:
+        """Split into choices and give each its first token (`tokens` and `logprobs` in choice order)."""
         first = sequence.choice
         family, copies = self._scheduler.split(sequence)
         for source, target in copies:
             self._engine.cache.copy_block(source, target)
         for member in family:
-            self._append(member, tokens[member.choice - first])
+            self._append(member, tokens[member.choice - first], logprobs[member.choice - first])
 
     def _heard_from_peer(self, identity: str, heartbeat: PeerHeartbeat) -> None:
         """Prefill lists what it is working on: that is progress. What we do not know it must stop."""
@@ -323,26 +328,40 @@ class DecodeWorker:
         )
 
     def _run_step(self, batch: list[Work]) -> None:
-        logits = self._stepper.run(batch)
-        if logits is None:
+        step = self._stepper.run(batch)
+        if step is None:
             return
-        for work in batch:
+        logits, scores = step
+        for work, entries in zip(batch, scores, strict=True):
             if work.sequence.state is not State.FINISHED:
                 self._scheduler.computed(work)
-        for sequence, tokens in self._stepper.pick(logits, [work for work in batch if work.samples]):
+                self._send_scores(work, entries)
+        for sequence, tokens, logprobs in self._stepper.pick(logits, [work for work in batch if work.samples]):
             if tokens is None:
-                self._fail(sequence.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
+                self._not_finite(sequence)
             elif sequence.state is State.COMPUTING:
-                self._start(sequence, tokens)
+                self._start(sequence, tokens, logprobs)
             elif sequence.state is State.RUNNING:
-                self._append(sequence, tokens[0])
+                self._append(sequence, tokens[0], logprobs[0])
 
-    def _append(self, sequence: Sequence, token: int) -> None:
+    def _send_scores(self, work: Work, entries: Scores) -> None:
+        """What the step said of the prompt's own tokens, to the gateway ahead of any token."""
+        if entries is None:
+            self._not_finite(work.sequence)
+            return
+        for message in prompt_messages(work.sequence.key, work.start + 1, entries):
+            self._members.send(work.sequence.key, message)
+        self._scheduler.scored(work, len(entries))
+
+    def _not_finite(self, sequence: Sequence) -> None:
+        self._fail(sequence.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         tie = self._members.owner.get(sequence.key)
         index = len(sequence.output)
         finish = self._scheduler.append(sequence, token)
         if tie is not None:
-            self._items[tie].append((*sequence.key, sequence.choice, index, token, finish))
+            self._outbox.add(tie, (*sequence.key, sequence.choice, index, token, finish), logprobs)
         if finish and not self._scheduler.find(sequence.key):
             self._forget(sequence.key)
             self._members.hasten_heartbeat()
@@ -350,14 +369,9 @@ class DecodeWorker:
     # --- what goes out ---------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        self._send_tokens()
+        self._outbox.send()
         self._members.tick(self._registration, self._heartbeat)
         self._intake.send_credits()
-
-    def _send_tokens(self) -> None:
-        for tie, items in self._items.items():
-            tie.send(Tokens(items))
-        self._items.clear()
 
     def _registration(self) -> Register:
         bulk, control = self._config.advertise(self._intake.addresses)

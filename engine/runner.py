@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.attention import AttentionBatch, paged_attention
 from ..kernels.cache_ops import write_kv
+from .head import Head
 from .hook import AttentionCall, install
 from .kv_cache import KVCache
 from .model import LoadedModel
@@ -23,6 +25,8 @@ class Chunk:
     start: int  # position of the first of them; the KV of all earlier positions is in `blocks`
     blocks: Sequence[int]  # the sequence's block table, covering at least start + len(token_ids) tokens
     sample: bool  # whether the logits after the last token are wanted
+    targets: Sequence[int] = ()  # targets[i] is to be scored behind token i (`logprobs.py`), with its `top` best rivals
+    top: int = 0
 
 
 def _ignore_layer(layer: int) -> None:
@@ -43,13 +47,15 @@ class Runner:
         self.on_layer = on_layer
         self._batch: AttentionBatch | None = None
         self._layer = 0
+        self.head = Head(model.module)
         install(model.module, self._attend)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:  # [chunks with sample, vocab] float32
         """Run the chunks as one batch, writing their KV, and return the logits after those that sample, in order.
 
-        Chunks are of different sequences. Raises whatever `on_layer` raises.
+        Chunks are of different sequences. When one has targets, `head` keeps the step for `score_prompts`.
+        Raises whatever `on_layer` raises.
         """
         assert chunks, "a step needs at least one chunk"
         device = self.cache.device
@@ -63,13 +69,16 @@ class Runner:
             positions += range(chunk.start, chunk.start + len(chunk.token_ids))
             if chunk.sample:
                 last_positions.append(len(token_ids) - 1)
+        input_ids = torch.tensor([token_ids], device=device)
+        scoring = any(chunk.targets for chunk in chunks)
         try:
-            output = self.model.module(
-                input_ids=torch.tensor([token_ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(last_positions, dtype=torch.int64, device=device),
-            )
+            with self.head.keeping(input_ids) if scoring else nullcontext():
+                output = self.model.module(
+                    input_ids=input_ids,
+                    position_ids=torch.tensor([positions], device=device),
+                    use_cache=False,
+                    logits_to_keep=torch.tensor(last_positions, dtype=torch.int64, device=device),
+                )
         finally:
             self._batch = None
         assert self._layer == self.cache.layout.num_layers, "the model skipped a layer's attention"

@@ -100,7 +100,8 @@ class Scheduler:
 
     def _start(self, prompt: Prompt, now: float) -> bool:
         """Give a waiting prompt its blocks, unless they do not fit or its next block is on its way elsewhere."""
-        held = prompt.table.match_prefix(prompt.tokens)
+        scoring = prompt.message.params.prompt_logprobs is not None  # cached tokens have no logits
+        held = 0 if scoring else prompt.table.match_prefix(prompt.tokens)
         needed = prompt.table.num_missing_blocks(len(prompt.tokens))
         if self._being_computed(prompt.table.key_after(held)) or needed > self._pool.num_available:
             prompt.table.release()

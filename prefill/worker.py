@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from ..engine.block_pool import root_key
+from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
 from ..engine.metrics import WorkerMetrics
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
@@ -34,6 +35,7 @@ from ..transfer.messages import (
     PeerHeartbeat,
     Prefill,
     Register,
+    TokenLogprobs,
     WorkerHeartbeat,
 )
 from ..transfer.messages import (
@@ -142,6 +144,10 @@ class PrefillWorker:
             prompt = work.prompt
             if prompt.state is State.COMPUTING:
                 prompt.outgoing.ship(self._engine.cache, layer, prompt.table.blocks, work.end)
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """In the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
         if time.monotonic() - self._pumped_at >= PUMP_EVERY_S:
             self._pump()
             if self._step and all(work.prompt.state is State.FINISHED for work in self._step):
@@ -248,25 +254,35 @@ class PrefillWorker:
     def _run_step(self, batch: list[Work]) -> None:
         started = time.monotonic()
         self._step = batch
+        chunks = [_chunk(work) for work in batch]
         try:
-            logits = self._runner.forward(
-                [
-                    Chunk(w.prompt.tokens[w.start : w.end], w.start, w.prompt.table.blocks, w.samples)
-                    for w in batch
-                ]
-            )
+            logits = self._runner.forward(chunks)
+            scores = list(score_prompts(self._runner, chunks, self._look_up))
         except StepCancelled:
             return
         finally:
             self._step = []
         self._metrics.step_seconds.observe(time.monotonic() - started)
         self._metrics.computed_tokens.inc(sum(w.count for w in batch))
-        for work in batch:
+        for work, entries in zip(batch, scores, strict=True):
             if work.prompt.state is State.COMPUTING:
                 self._scheduler.computed(work)
+                self._send_scores(work, entries)
         for row, work in enumerate(w for w in batch if w.samples):
             if work.prompt.state is State.COMPUTING:
                 self._finish(work.prompt, logits[row : row + 1])
+
+    def _send_scores(self, work: Work, entries: list[TokenLogprobs] | None) -> None:
+        """What the step said of the prompt's own tokens; None when that is not finite."""
+        if entries is None:
+            self._not_finite(work.prompt)
+            return
+        for message in prompt_messages(work.prompt.key, work.start + 1, entries):
+            self._members.send(work.prompt.key, message)
+
+    def _not_finite(self, prompt: Prompt) -> None:
+        prompt.outgoing.abort("logits are not finite")
+        self._fail(prompt.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
 
     def _finish(self, prompt: Prompt, logits: torch.Tensor) -> None:
         """The prompt is computed: sample the next token of every choice, tell the gateway, hand over to decode.
@@ -276,11 +292,12 @@ class PrefillWorker:
         message = prompt.message
         choices = range(message.choice, message.choice + message.num_choices)
         rows = [SampleRow(message.params, message.prompt, message.output, choice) for choice in choices]
-        tokens = sample(logits.expand(len(rows), -1), rows, self._engine.model.eos_token_ids)
+        spread = logits.expand(len(rows), -1)
+        tokens = sample(spread, rows, self._engine.model.eos_token_ids)
         if NOT_FINITE in tokens:
-            prompt.outgoing.abort("logits are not finite")
-            self._fail(prompt.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
+            self._not_finite(prompt)
             return
+        logprobs = [entry for entry in sampled_logprobs(spread, rows, tokens) if entry is not None]
         self._metrics.prefix_cached_tokens.inc(prompt.num_cached)
         now = time.monotonic()
         first = FirstTokens(
@@ -291,9 +308,10 @@ class PrefillWorker:
             cached_tokens=min(prompt.num_cached, len(message.prompt)),
             queued_s=prompt.started_at - prompt.arrived_at,
             compute_s=now - prompt.started_at,
+            logprobs=logprobs,
         )
         self._members.send(prompt.key, first)
-        prompt.outgoing.hand_off(tokens)
+        prompt.outgoing.hand_off(tokens, logprobs)
         self._scheduler.all_sent(prompt)
 
     # --- what goes out ---------------------------------------------------------------------------------------
@@ -343,3 +361,12 @@ class PrefillWorker:
         owned = set(self._members.owner)
         inbox = {(message.request, message.attempt) for _, message in self._inbox}
         assert self._scheduler.keys | (inbox & owned) == owned, "owners and prompts differ"
+
+
+def _chunk(work: Work) -> Chunk:
+    prompt, params = work.prompt, work.prompt.message.params
+    targets = prompt_targets(params, prompt.message.prompt, work.start, work.count)
+    return Chunk(
+        prompt.tokens[work.start : work.end], work.start, prompt.table.blocks, work.samples,
+        targets, params.prompt_logprobs or 0,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ one carries the `attempt` it belongs to.
     gateway → prefill   Prefill
     worker  → gateway   Register, WorkerHeartbeat, Gone, Failed, Leaving
     decode  → gateway   Reserved, Tokens
-    prefill → gateway   FirstTokens, Busy
+    prefill → gateway   FirstTokens, Busy, PromptLogprobs (decode sends it when it computes the prompt itself)
     prefill → decode    Hello, Slab, Handoff, Abort, PeerHeartbeat
     decode  → prefill   Welcome, HelloDenied, Credit, Gone, PeerHeartbeat
 """
@@ -22,7 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .layout import KVLayout
-from .sampling_params import CLOSED, MAX_TOKENS_IN_REQUEST, SamplingParams, Token
+from .sampling_params import CLOSED, MAX_LOGPROBS, MAX_TOKENS_IN_REQUEST, SamplingParams, Token
 
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 WorkerId = Annotated[str, Field(min_length=1, max_length=160, pattern=r"^[^#\s]+#[0-9a-f]{8}$")]
@@ -37,6 +37,9 @@ Seconds = Annotated[float, Field(ge=0, le=1e7)]
 Live = Annotated[list[tuple[RequestId, Attempt]], Field(max_length=1_000_000)]
 Role = Literal["prefill", "decode"]
 Finish = Literal["", "stop", "length"]
+LEAST_LOGPROB = -9999.0  # stands for everything below it
+Logprob = Annotated[float, Field(ge=LEAST_LOGPROB, le=0)]
+MAX_PROMPT_LOGPROBS = 256  # in one message
 
 LocalPrefill = Literal["never", "auto", "idle", "always"]
 
@@ -240,6 +243,32 @@ class Busy(Message):
 
 
 @dataclass(frozen=True, config=CLOSED)
+class TokenLogprobs:
+    """What the model's raw logits say of one token: its log probability, how many tokens are likelier (plus 1), and
+    the most likely tokens, best first."""
+
+    logprob: Logprob
+    rank: Annotated[int, Field(ge=1, le=1 << 31)]
+    top: Annotated[list[tuple[Token, Logprob]], Field(max_length=MAX_LOGPROBS)]
+
+
+LogprobList = Annotated[list[TokenLogprobs], Field(max_length=128)]
+
+
+@dataclass(frozen=True, config=CLOSED)
+class PromptLogprobs(Message):
+    """Whoever computes a prompt that is to be scored → gateway: tokens [first, first + len(entries)) of the prompt.
+
+    Token 0 has none. They come in order, and all of them before the first sampled token of the attempt.
+    """
+
+    request: RequestId
+    attempt: Attempt
+    first: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
+    entries: Annotated[list[TokenLogprobs], Field(min_length=1, max_length=MAX_PROMPT_LOGPROBS)]
+
+
+@dataclass(frozen=True, config=CLOSED)
 class FirstTokens(Message):
     """Step 4, prefill → gateway: token `index` (0, unless resumed) of choices [choice, choice + len(tokens)).
 
@@ -254,6 +283,7 @@ class FirstTokens(Message):
     cached_tokens: Count  # prompt tokens prefill did not have to compute
     queued_s: Seconds  # from arrival at this worker to its first chunk
     compute_s: Seconds  # from its first chunk to this message
+    logprobs: LogprobList = Field(default_factory=list)  # of each token, if asked for
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -261,9 +291,11 @@ class Tokens(Message):
     """Tokens of one decode step, all requests of one gateway in one message.
 
     Each item is (request, attempt, choice, index, token, finish). The first message about a choice repeats token 0.
+    `logprobs`: by place in `items`, of those that are to have them.
     """
 
     items: Annotated[list[tuple[RequestId, Attempt, Choice, Count, Token, Finish]], Field(max_length=65536)]
+    logprobs: Annotated[dict[Count, TokenLogprobs], Field(max_length=65536)] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -374,6 +406,7 @@ class Handoff(Message):
     tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
     elapsed_s: Seconds  # from the first slab to this message, at the sender
     ring_head: Count = 0  # whatever is before this position in the sender's ring has been sent
+    logprobs: LogprobList = Field(default_factory=list)  # of each token, if asked for
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -398,7 +431,7 @@ class Credit(Message):
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
     Register, Registered, RegistrationDenied, Peers, GatewayHeartbeat, WorkerHeartbeat, Drain, Leaving,
-    Reserve, Reserved, Prefill, Busy, FirstTokens, Tokens, Failed, Cancel, Gone,
+    Reserve, Reserved, Prefill, Busy, PromptLogprobs, FirstTokens, Tokens, Failed, Cancel, Gone,
     Hello, Welcome, HelloDenied, PeerHeartbeat, Slab, Handoff, Abort, Credit,
 )  # fmt: skip
 MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in MESSAGE_TYPES}

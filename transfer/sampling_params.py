@@ -9,10 +9,12 @@ from pydantic.dataclasses import dataclass
 
 MAX_TOKENS_IN_REQUEST = 4_000_000
 MAX_GRAMMAR_CHARS = 262_144
+MAX_LOGPROBS = 20
 
 CLOSED = ConfigDict(extra="forbid")
 
 Token = Annotated[int, Field(ge=0, le=1 << 31)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -29,10 +31,13 @@ class SamplingParams:
     """How the tokens of one choice are picked. Everything is resolved: the gateway filled in defaults and seed.
 
     `top_k` 0 means off. `seed` is the noise key: the noise of a token depends on (seed, choice, position) only.
-    `min_tokens` bars EOS and `stop_token_ids` until that many tokens are out.
+    `min_tokens` bars EOS and `stop_token_ids` until that many tokens are out. `max_tokens` 0 is for requests that only
+    want their prompt scored; the token that is sampled all the same does not count.
+    `logprobs`: each token comes with its log probability and that of so many most likely ones; None: without.
+    `prompt_logprobs`: the same for the tokens of the prompt.
     """
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_IN_REQUEST)]
     seed: Annotated[int, Field(ge=0, lt=1 << 64)]
     temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=1 << 31)] = 0
@@ -48,3 +53,5 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[Token], Field(max_length=1024)] = Field(default_factory=list)
     grammar: Grammar | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None

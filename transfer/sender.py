@@ -37,6 +37,7 @@ from .messages import (
     PeerHeartbeat,
     RingSpan,
     Slab,
+    TokenLogprobs,
     Welcome,
 )
 from .ring import RingWriter
@@ -237,10 +238,11 @@ class Outgoing:
         if self.started_at is None:
             self.started_at = time.monotonic()
 
-    def hand_off(self, tokens: list[int]) -> None:
+    def hand_off(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         """Behind the last slab: decode owns the request from here."""
         elapsed_s = 0.0 if self.started_at is None else time.monotonic() - self.started_at
-        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s, self.link.ring_head)
+        head = self.link.ring_head
+        handoff = Handoff(self.request, self.attempt, self.reservation, tokens, elapsed_s, head, logprobs)
         self.link.send_bulk(handoff)
 
     def abort(self, reason: str) -> None:
