@@ -17,14 +17,13 @@ from starlette.types import ASGIApp
 
 from ..engine.config import package_version
 from .admin import Admin
-from .api.errors import ApiError, model_not_found
+from .api.errors import ApiError, failed, model_not_found, unavailable
 from .api.parsing import parse_chat, parse_completion
 from .api.tokenizing import detokenize, tokenize
 from .generate import Frontend, Generate
 from .metrics import Report, printable
 from .models import Models
 from .pool import Pool
-from .request import failed, unavailable
 from .tokenize_endpoints import TextEndpoint, Turns
 from .worker import Worker
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.lifetime import Event, Lifetime
 from .admin import LiveRequests
-from .api.errors import ApiError
+from .api.errors import ApiError, failed, unavailable
 from .api.least_tokens import least_tokens
 from .api.parsed_request import ModelLimits, ParsedRequest
 from .api.text import Tokenizer
@@ -31,7 +31,7 @@ from .models import Caller, Models, ServedModel
 from .rate_limit_gate import ticket_of
 from .rate_limits import UNSTATED_OUTPUT_TOKENS
 from .reply import Reply, SlowReader
-from .request import Job, Request, failed, unavailable
+from .request import Job, Request
 from .request_log import MAX_PROMPT_TOKENS, RequestRecord, record_of
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,10 @@ class Generate:
         model.metrics.prompt_tokens.inc(parsed.prompt_tokens)
         model.dispatcher.note_output(reply.completion_tokens / len(requests))
         if not parsed.stream:
-            await responder.json(200, reply.body())
+            body = reply.body
+            loop = asyncio.get_running_loop()
+            scored = any(params.prompt_logprobs is not None for params in parsed.params)  # then it may be large
+            await responder.json(200, await loop.run_in_executor(self._frontend.threads, body) if scored else body())
 
     async def _send(self, responder: Responder, reply: Reply, requests: Sequence[Request]) -> None:
         await responder.stream(
@@ -178,11 +181,11 @@ class Generate:
     ) -> Request:
         job = Job(
             prompt=list(parsed.prompts[number]),
-            num_choices=parsed.n,
+            num_choices=parsed.num_sampled,
             params=parsed.params[number],
             cache_salt=parsed.cache_salt,
             priority=parsed.priority,
-            first_choice=number * parsed.n,
+            first_choice=number * parsed.num_sampled,
             client=client,
         )
         return Request(job, model.dispatcher, reply, lifetime, model.metrics, model.eos_token_ids)
@@ -205,7 +208,7 @@ def tokens_to_reserve(parsed: ParsedRequest) -> int:
     """Of its client's tokens per minute: the prompts, and the longest answers that may come."""
     most = None if parsed.max_tokens_given else UNSTATED_OUTPUT_TOKENS
     longest = sum(params.max_tokens if most is None else min(params.max_tokens, most) for params in parsed.params)
-    return parsed.prompt_tokens + parsed.n * longest
+    return parsed.prompt_tokens + parsed.num_sampled * longest
 
 
 def tokens_used(parsed: ParsedRequest, reply: Reply, lifetime: Lifetime) -> int:

@@ -37,6 +37,7 @@ from ..transfer.messages import (
     Peer,
     Peers,
     Prefill,
+    PromptLogprobs,
     Register,
     Registered,
     RegistrationDenied,
@@ -249,7 +250,7 @@ class Pool:
                 self._on_heartbeat(worker, message)
             case Tokens():
                 self._on_tokens(worker, message)
-            case Reserved() | Busy() | FirstTokens() | Failed() | Gone():
+            case Reserved() | Busy() | PromptLogprobs() | FirstTokens() | Failed() | Gone():
                 self._deliver(worker, message.request, message.attempt, message)
             case Leaving():
                 self._forget(worker, "it left", died=False, planned=True)
@@ -323,13 +324,13 @@ class Pool:
         gone: set[tuple[str, int]] = set()
         now = self._clock()
         worker.pace.stepped(frozenset(item[0] for item in message.items), now)
-        for request, attempt, choice, index, token, finish in message.items:
+        for at, (request, attempt, choice, index, token, finish) in enumerate(message.items):
             leg = worker.legs.get(request)
             if leg is None or leg.attempt != attempt:
                 gone.add((request, attempt))
             else:
                 worker.computed(leg, now)
-                leg.owner.deliver(worker.id, attempt, NewToken(choice, index, token, finish))
+                leg.owner.deliver(worker.id, attempt, NewToken(choice, index, token, finish, message.logprobs.get(at)))
         for request, attempt in gone:
             self.send(worker, Gone(request, attempt))
 
@@ -340,7 +341,7 @@ class Pool:
                 worker.computed(leg, self._clock())
                 self._changed()
             leg.owner.deliver(worker.id, attempt, event)
-        elif isinstance(event, Reserved | FirstTokens):  # whoever says one of the others has let go already
+        elif isinstance(event, Reserved | PromptLogprobs | FirstTokens):  # who says one of the others has let go
             self.send(worker, Gone(request, attempt))
 
     def _forget(self, worker: Worker, reason: str, *, died: bool, planned: bool = False) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from ..transfer.messages import Finish
+from ..transfer.messages import Finish, TokenLogprobs
 from .api.chat_output import ChatOutput, FinishReason, Message
+from .api.logprobs import NONE, Entry, Logprobs
 from .api.parsed_request import ParsedRequest
 from .api.responses import ChoiceResult, StreamWriter, Usage, new_reply_id, whole_response
 from .api.text import ChoiceText, Tokenizer
@@ -65,18 +66,26 @@ class Reply:
         self._parsed = parsed
         self._id = new_reply_id(parsed.kind)
         self._created = int(time.time())
-        self._texts = [ChoiceText(tokenizer, parsed.text) for _ in range(parsed.num_choices)]
+        num_sampled = len(parsed.prompts) * parsed.num_sampled
+        self._texts = [ChoiceText(tokenizer, parsed.text) for _ in range(num_sampled)]
         self._outputs = [ChatOutput(parsed.output) for _ in self._texts]
         self._messages = [Message() for _ in self._texts]
         self._token_ids: list[list[int]] = [[] for _ in self._texts]
-        self._finishes: list[FinishReason] = [""] * parsed.num_choices
-        self._writer = StreamWriter(parsed, self._id, self._created)
-        self.events = EventBuffer()
+        self._finishes: list[FinishReason] = [""] * num_sampled
+        self._entries: list[list[Entry]] = [[] for _ in self._texts]
+        self._logprobs = Logprobs(parsed, tokenizer)
+        self._writer = StreamWriter(parsed, self._id, self._created, self._logprobs.of_prompt)
+        self.events = EventBuffer(MAX_UNSENT_BYTES + self._logprobs.prompt_bytes)
         self.count_cached: Callable[[], int] = int  # prompt tokens found in caches; set once requests exist
 
-    def token(self, choice: int, token: int, finish: Finish) -> bool:
+    def prompt_logprobs(self, first_choice: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Take what is said of a prompt's tokens, before any token of its choices."""
+        self._logprobs.prompt(first_choice, entries)
+
+    def token(self, choice: int, token: int, finish: Finish, logprobs: TokenLogprobs | None) -> bool:
         """Take the next token of `choice`. True when it is over, be it through a stop string or its only call."""
         state = self._texts[choice]
+        self._logprobs.add(choice, token, logprobs, state)
         text = state.push(token, finish)
         stopped = state.stopped is not None
         return self._show(choice, text, [token], "stop" if stopped else finish)
@@ -95,11 +104,14 @@ class Reply:
         if output.over:
             finish = finish or "stop"
         reason = self._finishes[choice] = output.finish_reason(finish)
+        entries = self._logprobs.take(choice, self._texts[choice], over=bool(finish))
         if self._parsed.stream:
             usage = self.usage() if self._parsed.continuous_usage else NO_USAGE
-            self.events.put(self._writer.delta(choice, delta.content, token_ids, reason, usage, delta))
+            logprobs = self._logprobs.member(entries) if entries else NONE
+            self.events.put(self._writer.delta(choice, delta.content, token_ids, reason, usage, delta, logprobs))
         else:
             self._messages[choice].add(delta)
+            self._entries[choice] += entries
             self._token_ids[choice].extend(token_ids)
         return bool(finish)
 
@@ -126,7 +138,16 @@ class Reply:
     def body(self) -> bytes:
         """The answer as one JSON object."""
         results = [
-            ChoiceResult(message.content, ids, finish, message.reasoning, message.calls)
-            for message, ids, finish in zip(self._messages, self._token_ids, self._finishes, strict=True)
+            ChoiceResult(
+                self._messages[choice].content,
+                self._token_ids[choice],
+                self._finishes[choice],
+                self._messages[choice].reasoning,
+                self._messages[choice].calls,
+                self._logprobs.member(self._entries[choice]),
+            )
+            for choice in self._logprobs.best()
         ]
-        return whole_response(self._parsed, self._id, self._created, results, self.usage())
+        asked = self._parsed.prompt_logprobs is not None
+        said = [self._logprobs.of_prompt(number) for number in range(len(self._parsed.prompts))] if asked else []
+        return whole_response(self._parsed, self._id, self._created, results, self.usage(), said)

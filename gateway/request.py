@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -29,15 +28,17 @@ from ..transfer.messages import (
     Finish,
     FirstTokens,
     Prefill,
+    PromptLogprobs,
     Reserve,
     Reserved,
 )
 from ..transfer.sampling_params import SamplingParams
-from .api.errors import ApiError, invalid
+from .api.errors import ApiError, failed, queue_full, too_long, unavailable
 from .attempt import AttemptOver, RetryKind, ending
-from .choice import ChoiceState
+from .choice import ChoiceState, Sink, Taken
 from .dispatch import Dispatcher, NoWorkers, Overloaded, Placement, PromptTooLong, Wanted
 from .limits import QueueFull
+from .prompt_scores import PromptScores
 from .worker import Event, NewToken
 
 log = logging.getLogger(__name__)
@@ -54,18 +55,6 @@ class State(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-class Sink(Protocol):
-    """Where accepted tokens go, in order, each once."""
-
-    def token(self, choice: int, token: int, finish: Finish) -> bool:
-        """Take a token. True when the choice is over with it for a reason of ours (a stop string)."""
-        ...
-
-    def late_finish(self, choice: int, finish: Finish) -> None:
-        """The token taken last was the choice's last one."""
-        ...
 
 
 class RetryCounter(Protocol):
@@ -103,6 +92,8 @@ class Request:
         self.attempt = 0
         self.cached_tokens = 0
         self.choices = [ChoiceState() for _ in range(job.num_choices)]
+        scored = job.params.prompt_logprobs is not None
+        self._scores = PromptScores(len(job.prompt) - 1 if scored else 0)
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
         self._sink = sink
@@ -140,6 +131,8 @@ class Request:
     async def run(self) -> None:
         """Return when every choice is finished. Raises ApiError when that cannot be; cancel it to give up."""
         try:
+            if self._scores.complete:
+                self._on_prompt_scored()
             while not self.done:
                 place = await self._wait_for_place()
                 try:
@@ -160,6 +153,7 @@ class Request:
         self.state = State.QUEUED
         self._lifetime.mark(LifetimeEvent.QUEUED)
         self.attempt += 1
+        self._scores.restart()
         unfinished = self._unfinished
         num_tokens = len(self.job.prompt) + sum(len(self.choices[number].accepted) for number in unfinished)
         spread = len(unfinished) > 1 and any(choice.accepted for choice in self.choices)
@@ -211,7 +205,7 @@ class Request:
             prompt=job.prompt,
             outputs=[list(choice.accepted) for choice in self.choices],
             finished=[bool(choice.ended_by) for choice in self.choices],
-            params=job.params,
+            params=self._params,
             prefill=place.prefill.id if place.prefill else "",
             local_prefill=place.local_prefill,
             local_reason=place.local_reason,
@@ -219,6 +213,13 @@ class Request:
             priority=job.priority,
             age_s=max(self._dispatcher.clock() - self._first_seen, 0.0),
         )
+
+    @property
+    def _params(self) -> SamplingParams:
+        """What is asked of the workers now: a prompt that has been scored is not scored again."""
+        params = self.job.params
+        scored = params.prompt_logprobs is not None and self._scores.complete
+        return replace(params, prompt_logprobs=None) if scored else params
 
     def _end_attempt(self, place: Placement) -> None:
         """Leave nothing behind: workers that may still be at it are told to stop, and the places are free again."""
@@ -267,6 +268,8 @@ class Request:
         match event:
             case Reserved() if not from_prefill:
                 self._on_reserved(place, event)
+            case PromptLogprobs():
+                self._on_prompt_logprobs(place, worker, event)
             case NewToken() if not from_prefill:
                 self._on_decode_token(place, event)
             case FirstTokens() if from_prefill:
@@ -304,7 +307,7 @@ class Request:
             output=list(self.choices[unfinished[0]].accepted),
             choice=unfinished[0],
             num_choices=len(unfinished),
-            params=job.params,
+            params=self._params,
             decode=place.decode.id,
             reservation=event.reservation,
             held_tokens=event.held_tokens,
@@ -324,15 +327,17 @@ class Request:
         assert place.prefill_leg is not None
         if event.choice + len(event.tokens) > self.job.num_choices:
             raise AttemptOver("failed", f"{place.prefill.id} sent {len(event.tokens)} first tokens")
+        self._require_scores(place.prefill.id)
         place.prefill_leg.pending_tokens = 0
         place.prefill_leg.must_be_listed = False  # it may be through with its part before decode says so
         place.prefill.prefixes.correct(self._chain, event.cached_tokens)
         place.prefill.prefixes.learn(self._chain)
         self._note_cached(event.cached_tokens)
-        for number, token in enumerate(event.tokens, start=event.choice):
+        for number, token in enumerate(event.tokens):
             # Whether a token is the last one is decode's to say; one that may be waits for its word.
             if not self._may_finish(event.index, token):
-                self._take(place, number, event.index, token, "")
+                logprobs = event.logprobs[number] if number < len(event.logprobs) else None
+                self._take(place, event.choice + number, event.index, Taken(token, "", logprobs))
 
     def _may_finish(self, index: int, token: int) -> bool:
         params = self.job.params
@@ -341,9 +346,11 @@ class Request:
     def _on_decode_token(self, place: Placement, event: NewToken) -> None:
         if event.choice >= len(self.choices):
             raise AttemptOver("failed", f"{place.decode.id} sent a token of choice {event.choice}")
-        if self.state is not State.DECODING or place.prefill is not None:
+        if place.prefill is None:
+            self._require_scores(place.decode.id)
+        if self._scores.complete and (self.state is not State.DECODING or place.prefill is not None):
             self._on_kv_complete(place)
-        self._take(place, event.choice, event.index, event.token, event.finish)
+        self._take(place, event.choice, event.index, Taken(event.token, event.finish, event.logprobs))
 
     def _on_kv_complete(self, place: Placement) -> None:
         """Decode's first token shows that the handoff got there: prefill has no part in the request any more."""
@@ -355,31 +362,68 @@ class Request:
             if choice.ended_by == "gateway":
                 self._cancel_choice(place, number)
 
+    # --- the prompt's own tokens ---------------------------------------------------------------------------------
+
+    def _on_prompt_logprobs(self, place: Placement, worker: str, event: PromptLogprobs) -> None:
+        if self._scores.complete:
+            return
+        if not self._scores.take(event.first, event.entries):
+            raise AttemptOver("failed", f"{worker} left out log probabilities before prompt token {event.first}")
+        if not self._scores.complete:
+            return
+        self._on_prompt_scored()
+        if any(choice.early for choice in self.choices):  # decode was faster than prefill's last message
+            self._on_kv_complete(place)
+        for number in range(len(self.choices)):
+            self._accept_all(place, number)
+
+    def _on_prompt_scored(self) -> None:
+        """All that is to be said of the prompt is here (or nothing is): tokens may follow, if any are wanted."""
+        if self.job.params.prompt_logprobs is not None:
+            self._sink.prompt_logprobs(self.job.first_choice, self._scores.entries)
+        if self.job.params.max_tokens == 0:
+            for number, choice in enumerate(self.choices):
+                choice.ended_by = "gateway"
+                self._sink.late_finish(self.job.first_choice + number, "length")
+
+    def _require_scores(self, worker: str) -> None:
+        if not self._scores.complete:
+            raise AttemptOver("failed", f"{worker} left out log probabilities of the prompt")
+
     # --- tokens --------------------------------------------------------------------------------------------------
 
-    def _take(self, place: Placement, number: int, index: int, token: int, finish: Finish) -> None:
+    def _take(self, place: Placement, number: int, index: int, taken: Taken) -> None:
         """Accept the next token of a choice, keep an early one, ignore one that was accepted before."""
+        token, finish = taken.token, taken.finish
         choice = self.choices[number]
         if choice.ended_by:
             return
+        if taken.logprobs is None and self.job.params.logprobs is not None:
+            raise AttemptOver("failed", f"token {index} came without its log probability")
         if choice.disagrees(index, token):
             raise AttemptOver("failed", f"{place.decode.id} and prefill disagree on token {index}")
         if index == len(choice.accepted) - 1 and finish:
             choice.ended_by = "decode"
             self._sink.late_finish(self.job.first_choice + number, finish)
-        elif not choice.note(index, token, finish):
+        elif not choice.note(index, taken):
             raise AttemptOver("failed", f"{place.decode.id} left out token {len(choice.accepted)}")
-        while not choice.ended_by and (following := choice.next()) is not None:
-            self._accept(place, number, *following)
+        if self._scores.complete:  # else tokens wait for what the prompt comes with
+            self._accept_all(place, number)
 
-    def _accept(self, place: Placement, number: int, token: int, finish: Finish) -> None:
+    def _accept_all(self, place: Placement, number: int) -> None:
+        """Accept what is here of a choice, in order."""
         choice = self.choices[number]
-        choice.accepted.append(token)
+        while not choice.ended_by and (following := choice.next()) is not None:
+            self._accept(place, number, following)
+
+    def _accept(self, place: Placement, number: int, taken: Taken) -> None:
+        choice = self.choices[number]
+        choice.accepted.append(taken.token)
         self._lifetime.token(self.job.first_choice + number)
-        if finish:
+        if taken.finish:
             choice.ended_by = "decode"
-        stopped = self._sink.token(self.job.first_choice + number, token, finish)
-        if stopped and not finish:
+        stopped = self._sink.token(self.job.first_choice + number, taken.token, taken.finish, taken.logprobs)
+        if stopped and not taken.finish:
             choice.ended_by = "gateway"
             if self.state is State.DECODING:
                 self._cancel_choice(place, number)
@@ -387,24 +431,3 @@ class Request:
     def _cancel_choice(self, place: Placement, number: int) -> None:
         if not self.done:  # else the whole attempt is cancelled in a moment
             self._pool.send(place.decode, Cancel(self.id, self.attempt, number))
-
-
-def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
-    return ApiError(503, message, type="service_unavailable", code=code, headers=retry_after(retry_after_s))
-
-
-def queue_full(why: str, retry_after_s: float) -> ApiError:
-    headers = retry_after(retry_after_s)
-    return ApiError(429, f"The queue is full: {why}.", type="rate_limit_error", code="queue_full", headers=headers)
-
-
-def retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(math.ceil(seconds), 1))}
-
-
-def too_long(detail: str) -> ApiError:
-    return invalid(f"The request is too long: {detail}.", None, "context_length_exceeded")
-
-
-def failed(message: str, code: str) -> ApiError:
-    return ApiError(500, message, type="server_error", code=code)

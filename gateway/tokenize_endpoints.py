@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from .api.errors import ApiError
+from .api.errors import ApiError, unavailable
 from .api.parsed_request import ModelLimits
 from .api.text import Tokenizer
 from .api_keys import client_of
 from .asgi import ClientGone, Responder
 from .generate import Frontend
 from .models import Caller
-from .request import unavailable
 
 log = logging.getLogger(__name__)
 

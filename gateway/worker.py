@@ -6,7 +6,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..transfer.messages import Busy, Failed, Finish, FirstTokens, Gone, Link, Register, Reserved, WorkerHeartbeat
+from ..transfer.messages import (
+    Busy,
+    Failed,
+    Finish,
+    FirstTokens,
+    Gone,
+    Link,
+    PromptLogprobs,
+    Register,
+    Reserved,
+    TokenLogprobs,
+    WorkerHeartbeat,
+)
 from .pace import Pace
 from .router import DecodeLoad, Pair, PrefillLoad, PrefixIndex
 
@@ -23,6 +35,7 @@ class NewToken:
     index: int
     token: int
     finish: Finish
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Lost:
     alone: bool = False
 
 
-Answer = Reserved | Busy | FirstTokens | Failed | Gone
+Answer = Reserved | Busy | PromptLogprobs | FirstTokens | Failed | Gone
 Event = Answer | NewToken | Lost
 
 

@@ -43,7 +43,7 @@ def _template_message(message: ChatMessage, path: str, tokenizer: Tokenizer) -> 
     role: str = message.role
     if role == "developer" and not tokenizer.knows_role("developer"):
         role = "system"  # the same thing under the name that most templates know
-    result: dict[str, Any] = {"role": role, "content": _text(message, path)}
+    result: dict[str, Any] = {"role": role, "content": message_text(message, path)}
     optional = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
@@ -71,7 +71,7 @@ def _missing(param: str, who: str) -> ApiError:
     return invalid(f"{param}: {who} needs it.", param)
 
 
-def _text(message: ChatMessage, path: str) -> str:
+def message_text(message: ChatMessage, path: str) -> str:
     """Parts are joined as they are, with nothing between them. A refusal is what the assistant said."""
     if message.content is None:
         return message.refusal or ""

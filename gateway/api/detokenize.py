@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 class TokenText(Protocol):
     """Text of a growing sequence of tokens."""
 
+    @property
+    def pending(self) -> bool:
+        """Is text of tokens that were pushed still to come?"""
+
     def push(self, token: int) -> str:
         """The text that is certain now and was not before."""
 
@@ -70,6 +74,10 @@ class ByteLevelText:
         self._bytes_of = bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._utf8.getstate()[0])
+
     def push(self, token: int) -> str:
         return self._utf8.decode(self._bytes_of(token))
 
@@ -90,6 +98,10 @@ class LocalText:
         self._head: list[int] = []  # tokens so far, while there is no text yet
         self._started = False
         self._run: list[int] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._run)
 
     def push(self, token: int) -> str:
         piece = self._piece_of(token)
@@ -130,6 +142,10 @@ class WindowText:
         self._window: list[int] = []
         self._holding = False
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._window) or self._holding
+
     def push(self, token: int) -> str:
         if self._piece_of(token) is None:
             return ""
@@ -166,6 +182,10 @@ class MarkedText:
     def __init__(self, text: TokenText, markers: Mapping[int, str]) -> None:
         self._text = text
         self._markers = markers
+
+    @property
+    def pending(self) -> bool:
+        return self._text.pending
 
     def push(self, token: int) -> str:
         marker = self._markers.get(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 
@@ -48,3 +49,28 @@ def not_supported(param: str, what: str | None = None) -> ApiError:
 def model_not_found(name: str) -> ApiError:
     """404: no such model is served here."""
     return ApiError(404, f"The model {name!r:.200} does not exist.", param="model", code="model_not_found")
+
+
+def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
+    """503: nobody can serve it now."""
+    return ApiError(503, message, type="service_unavailable", code=code, headers=retry_after(retry_after_s))
+
+
+def queue_full(why: str, retry_after_s: float) -> ApiError:
+    """429."""
+    headers = retry_after(retry_after_s)
+    return ApiError(429, f"The queue is full: {why}.", type="rate_limit_error", code="queue_full", headers=headers)
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(math.ceil(seconds), 1))}
+
+
+def too_long(detail: str) -> ApiError:
+    """400: it could never fit, as a worker says."""
+    return invalid(f"The request is too long: {detail}.", None, "context_length_exceeded")
+
+
+def failed(message: str, code: str) -> ApiError:
+    """500: ours."""
+    return ApiError(500, message, type="server_error", code=code)

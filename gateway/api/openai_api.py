@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, StringConstraints, Tag
 
+from ...transfer.sampling_params import MAX_LOGPROBS
+
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 4
@@ -88,8 +90,8 @@ class CommonRequest(BaseModel):
     priority: Annotated[Int, Field(ge=-INT32, lt=INT32)] = 0
     cache_salt: Annotated[str, StringConstraints(max_length=256)] = ""
 
-    logprobs: NotYet = None
-    prompt_logprobs: NotYet = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
     response_format: NotYet = None
     structured_outputs: NotYet = None
     guided_json: NotYet = None
@@ -120,6 +122,7 @@ Prompt = Annotated[
 class CompletionRequest(CommonRequest):
     prompt: Prompt
     best_of: Annotated[Int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=5)] | None = None
     suffix: NotYet = None
 
 
@@ -218,6 +221,8 @@ class ChatMessage(BaseModel):
 class ChatRequest(CommonRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[Int, Field(ge=0)] | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -239,6 +244,5 @@ class ChatRequest(CommonRequest):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    top_logprobs: NotYet = None
     modalities: NotYet = None
     audio: NotYet = None

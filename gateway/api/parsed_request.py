@@ -33,6 +33,8 @@ class ParsedRequest:
     leaves free), and in `seed` when the client gave none (equal prompts must not get equal answers).
     `echo_texts` holds the text to show before each prompt's choices, or nothing when echo is off.
     `output` says how the text of a chat's choices is to be read.
+    `logprobs`, `prompt_logprobs`: how many likeliest tokens the response names beside each; None: no such member.
+    `best_of` choices are sampled for each prompt, and the `n` likeliest shown.
     `include_usage` and `continuous_usage` concern streams only.
     """
 
@@ -51,10 +53,18 @@ class ParsedRequest:
     priority: int
     max_tokens_given: bool = True  # else the client leaves the length of the answer to the model
     output: OutputFormat = ONLY_CONTENT
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    best_of: int = 1
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def num_sampled(self) -> int:
+        """Choices that are computed for each prompt."""
+        return max(self.n, self.best_of)
 
     @property
     def prompt_tokens(self) -> int:

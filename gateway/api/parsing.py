@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ...transfer.sampling_params import SamplingParams
+from .chat_messages import message_text
 from .chat_request import parse_chat_request
 from .errors import ApiError, invalid, model_not_found, not_supported
 from .json_body import load_object
@@ -30,9 +31,6 @@ Request = TypeVar("Request", bound=BaseModel)
 
 # Fields of the API that are refused unless their value asks for nothing.
 _NOT_YET: dict[str, Callable[[Any], bool]] = {
-    "logprobs": lambda value: value is False,
-    "top_logprobs": lambda value: value == 0 and value is not False,
-    "prompt_logprobs": lambda value: False,
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "structured_outputs": lambda value: False,
     "guided_json": lambda value: False,
@@ -49,8 +47,8 @@ _NOT_YET: dict[str, Callable[[Any], bool]] = {
 def parse_chat(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
     """POST /v1/chat/completions. Raises ApiError."""
     request = _validate(ChatRequest, body, limits)
-    if request.echo:
-        raise not_supported("echo", "echo for chat")
+    if request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
     chat = parse_chat_request(request, tokenizer)
     prompt = chat.prompt
     _check_prompt(prompt, tokenizer, "messages")
@@ -58,7 +56,10 @@ def parse_chat(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Parsed
     limit_field = "max_tokens" if plain else "max_completion_tokens"
     asked = request.max_tokens if plain else request.max_completion_tokens
     max_tokens = _resolve_max_tokens(len(prompt), asked, None, limits, "messages", limit_field)
-    parsed = _parsed("chat", request, [prompt], [max_tokens], (), tokenizer)
+    last = request.messages[-1]
+    echo_texts = (message_text(last, "messages"),) if request.echo and last.role == "assistant" else ()
+    likelihoods = Likelihoods((request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs)
+    parsed = _parsed("chat", request, [prompt], [max_tokens], echo_texts, likelihoods, tokenizer)
     return chat.applied_to(replace(parsed, max_tokens_given=asked is not None))
 
 
@@ -67,13 +68,14 @@ def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> 
     request = _validate(CompletionRequest, body, limits)
     if request.best_of is not None and request.best_of < request.n:
         raise invalid(f"best_of ({request.best_of}) must not be less than n ({request.n}).", "best_of")
-    if request.best_of is not None and request.best_of > request.n:
-        raise not_supported("best_of", "best_of greater than n")
-    if request.max_tokens == 0 and request.echo:
-        raise not_supported("max_tokens", "max_tokens 0 (echo alone)")
+    best_of = request.n if request.best_of is None else request.best_of
+    if best_of > request.n and request.stream:
+        raise invalid("best_of greater than n cannot be streamed: which choices are best shows at the end.", "best_of")
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens: 0 is only allowed with echo.", "max_tokens")
     prompts, texts = _prompts(request, tokenizer)
-    if len(prompts) * request.n > MAX_PROMPTS:
-        raise invalid(f"n: {len(prompts)} prompts times {request.n} choices are more than {MAX_PROMPTS}.", "n")
+    if len(prompts) * best_of > MAX_PROMPTS:
+        raise invalid(f"n: {len(prompts)} prompts times {best_of} choices are more than {MAX_PROMPTS}.", "n")
     max_tokens = []
     for prompt in prompts:
         _check_prompt(prompt, tokenizer, "prompt")
@@ -85,7 +87,28 @@ def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> 
     echo_texts: tuple[str, ...] = ()
     if request.echo:
         echo_texts = tuple(texts or [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts])
-    return _parsed("completion", request, prompts, max_tokens, echo_texts, tokenizer)
+    likelihoods = Likelihoods(request.logprobs, request.prompt_logprobs, echoed=request.echo, best_of=best_of)
+    return _parsed("completion", request, prompts, max_tokens, echo_texts, likelihoods, tokenizer)
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """What the response is to say of probabilities (see `ParsedRequest`), and what that asks of the workers."""
+
+    logprobs: int | None
+    prompt_logprobs: int | None
+    echoed: bool = False  # does `logprobs` include the prompt's tokens?
+    best_of: int = 1
+
+    def of_tokens(self, n: int) -> int | None:
+        """For `SamplingParams.logprobs`: the best of more than n are found by their tokens' probabilities."""
+        return 0 if self.logprobs is None and self.best_of > n else self.logprobs
+
+    @property
+    def of_prompt(self) -> int | None:
+        """For `SamplingParams.prompt_logprobs`."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echoed else None)
+        return max((number for number in asked if number is not None), default=None)
 
 
 def _validate(schema: type[Request], body: bytes, limits: ModelLimits) -> Request:
@@ -145,7 +168,7 @@ def _resolve_max_tokens(
     prompt_tokens: int, asked: int | None, default: int | None, limits: ModelLimits, prompt_field: str, limit_field: str
 ) -> int:
     """How many tokens a choice may have: what was asked for, else what the prompt leaves free (at most `default`)."""
-    if asked == 0:
+    if asked == 0 and prompt_field == "messages":  # only a completion can be its prompt and nothing else
         raise invalid(f"{limit_field}: Input should be greater than or equal to 1", limit_field)
     bounds = (
         (limits.max_model_len, f"max_model_len {limits.max_model_len}"),
@@ -154,7 +177,7 @@ def _resolve_max_tokens(
     for bound, which in bounds:
         # The first words are OpenAI's: clients know by them that a shorter history would do.
         limit = f"This model's maximum context length is {bound} tokens ({which})"
-        if prompt_tokens >= bound:
+        if prompt_tokens >= bound and not (asked == 0 and prompt_tokens == bound):
             raise invalid(
                 f"{limit}, and the prompt's {prompt_tokens} leave no room for output.",
                 prompt_field,
@@ -167,7 +190,7 @@ def _resolve_max_tokens(
                 "context_length_exceeded",
             )
     room = min(limits.max_model_len, limits.pool_tokens) - prompt_tokens
-    return asked or min(room, default or room)
+    return min(room, default or room) if asked is None else asked
 
 
 def _parsed(
@@ -176,6 +199,7 @@ def _parsed(
     prompts: Sequence[Sequence[int]],
     max_tokens: Sequence[int],
     echo_texts: tuple[str, ...],
+    likelihoods: Likelihoods,
     tokenizer: Tokenizer,
 ) -> ParsedRequest:
     options = request.stream_options
@@ -189,7 +213,7 @@ def _parsed(
         model=request.model,
         prompts=tuple(map(tuple, prompts)),
         n=request.n,
-        params=tuple(_sampling_params(request, limit, logit_bias, tokenizer) for limit in max_tokens),
+        params=tuple(_sampling_params(request, limit, logit_bias, likelihoods, tokenizer) for limit in max_tokens),
         text=TextOptions(
             stop=tuple(dict.fromkeys(stops)),
             include_stop=request.include_stop_str_in_output,
@@ -203,11 +227,18 @@ def _parsed(
         echo_texts=echo_texts,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        logprobs=likelihoods.logprobs,
+        prompt_logprobs=likelihoods.prompt_logprobs,
+        best_of=likelihoods.best_of,
     )
 
 
 def _sampling_params(
-    request: CommonRequest, max_tokens: int, logit_bias: dict[int, float], tokenizer: Tokenizer
+    request: CommonRequest,
+    max_tokens: int,
+    logit_bias: dict[int, float],
+    likelihoods: Likelihoods,
+    tokenizer: Tokenizer,
 ) -> SamplingParams:
     if request.min_tokens > max_tokens:
         raise invalid(
@@ -228,6 +259,8 @@ def _sampling_params(
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         stop_token_ids=request.stop_token_ids,
+        logprobs=likelihoods.of_tokens(request.n),
+        prompt_logprobs=likelihoods.of_prompt,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .call_json import CallDeltas, whole_calls
@@ -41,13 +41,14 @@ class Usage:
 @dataclass(frozen=True)
 class ChoiceResult:
     """One finished choice: its content, all its tokens, why it ended ("stop" when a stop string was found), and what
-    else a chat message holds."""
+    else a chat message holds. `logprobs` is JSON already (`logprobs.py`)."""
 
     text: str
     token_ids: Sequence[int]
     finish: FinishReason
     reasoning: str = ""
     calls: Sequence[Call] = ()
+    logprobs: str = "null"
 
 
 def new_reply_id(kind: Kind) -> str:
@@ -90,11 +91,19 @@ class StreamWriter:
         writer.delta(choice, text, token_ids, finish, usage)   # once per `ChoiceText.push`; b"" when nothing to say
         writer.end(usage)                                      # after every choice has had its finish reason
 
-    The first event of a chat choice carries the role, that of a completion choice the echoed prompt.
+    The first event of a chat choice carries the role, that of a completion choice the echoed prompt. `prompt_logprobs`
+    gives the JSON of what is said of prompt i, for the first event too; it is asked when that is sent.
     """
 
-    def __init__(self, request: ParsedRequest, reply_id: str, created: int) -> None:
+    def __init__(
+        self,
+        request: ParsedRequest,
+        reply_id: str,
+        created: int,
+        prompt_logprobs: Callable[[int], str] | None = None,
+    ) -> None:
         self._request = request
+        self._prompt_logprobs = prompt_logprobs
         self._chat = request.kind == "chat"
         self._head = (
             f'{{"id":{json.dumps(reply_id)},"object":"{_STREAM_OBJECT[request.kind]}","created":{created}'
@@ -112,9 +121,10 @@ class StreamWriter:
         finish: FinishReason,
         usage: Usage,
         more: Delta = NOTHING_MORE,
+        logprobs: str = "null",
     ) -> bytes:
         """Events for new content and tokens of one choice; `usage` as of now (used with continuous usage only). Of
-        `more` the reasoning and the calls count."""
+        `more` the reasoning and the calls count. `logprobs` is JSON."""
         assert not self._finished[choice], "a choice has exactly one finish reason"
         self._finished[choice] = bool(finish)
         first = not self._started[choice]
@@ -129,7 +139,8 @@ class StreamWriter:
             for call in self._call_deltas.openings(more.calls):
                 opening += self._chunk(choice, f'"delta":{{{call}}}', "", False, "", usage)
         members = self._members(text, more) if self._chat else ""
-        if not text and not members and not finish and not (self._request.return_token_ids and token_ids):
+        silent = not text and not members and not finish and logprobs == "null"
+        if silent and not (self._request.return_token_ids and token_ids):
             return opening
         if self._chat:
             members = members or ("" if finish else '"content":""')
@@ -137,7 +148,7 @@ class StreamWriter:
         else:
             body = f'"text":{json.dumps(text)}'
         ids = f',"token_ids":{_ids_json(token_ids)}' if self._request.return_token_ids else ""
-        return opening + self._chunk(choice, body, finish, first and not self._chat, ids, usage)
+        return opening + self._chunk(choice, body, finish, first and not self._chat, ids, usage, logprobs)
 
     def _members(self, text: str, more: Delta) -> str:
         """Of a chat's delta."""
@@ -148,15 +159,19 @@ class StreamWriter:
             members.append(arguments)
         return ",".join(members)
 
-    def _chunk(self, choice: int, body: str, finish: FinishReason, first: bool, ids: str, usage: Usage) -> bytes:
+    def _chunk(
+        self, choice: int, body: str, finish: FinishReason, first: bool, ids: str, usage: Usage, logprobs: str = "null"
+    ) -> bytes:
         request = self._request
         outer = ""
-        if first and request.return_token_ids:
-            prompt = f'"prompt_token_ids":{_ids_json(request.prompts[choice // request.n])}'
+        if first:
+            number = choice // request.n
+            said = self._prompt_logprobs(number) if self._prompt_logprobs is not None else ""
+            prompt = _prompt_members(request, number, said)
             # Beside `choices` for chat (there is one prompt), inside the choice for completions.
-            outer, ids = (f",{prompt}", ids) if self._chat else ("", f",{prompt}{ids}")
+            outer, ids = (prompt, ids) if self._chat else ("", prompt + ids)
         return _event(
-            f'{self._head}"choices":[{{"index":{choice},{body},"logprobs":null'
+            f'{self._head}"choices":[{{"index":{choice},{body},"logprobs":{logprobs}'
             f',"finish_reason":{_finish_json(finish)}{ids}}}]{outer}{self._usage_member(usage)}}}'
         )
 
@@ -174,7 +189,8 @@ class StreamWriter:
 
 
 def _message(request: ParsedRequest, result: ChoiceResult) -> str:
-    content = "null" if result.calls and not result.text else json.dumps(result.text)
+    text = "".join(request.echo_texts) + result.text
+    content = "null" if result.calls and not text else json.dumps(text)
     members = [f'"role":"assistant","content":{content},"refusal":null']
     if request.output.reasoning is not None:
         members.append(f'"reasoning_content":{json.dumps(result.reasoning or None)}')
@@ -183,10 +199,23 @@ def _message(request: ParsedRequest, result: ChoiceResult) -> str:
     return ",".join(members)
 
 
+def _prompt_members(request: ParsedRequest, number: int, logprobs: str) -> str:
+    """What is said of prompt `number`, as members that follow others."""
+    ids = f',"prompt_token_ids":{_ids_json(request.prompts[number])}' if request.return_token_ids else ""
+    return ids + (f',"prompt_logprobs":{logprobs}' if logprobs else "")
+
+
 def whole_response(
-    request: ParsedRequest, reply_id: str, created: int, results: Sequence[ChoiceResult], usage: Usage
+    request: ParsedRequest,
+    reply_id: str,
+    created: int,
+    results: Sequence[ChoiceResult],
+    usage: Usage,
+    prompt_logprobs: Sequence[str] = (),
 ) -> bytes:
-    """The JSON body of a request that is not streamed; `results` in choice order (prompt-major)."""
+    """The JSON body of a request that is not streamed; `results` in choice order (prompt-major), `prompt_logprobs`
+    (JSON) by prompt, when they were asked for."""
+    said = prompt_logprobs or [""] * len(request.prompts)
     choices = []
     for index, result in enumerate(results):
         members = [f'"index":{index}']
@@ -195,15 +224,13 @@ def whole_response(
         else:
             echo = request.echo_texts[index // request.n] if request.echo_texts else ""
             members.append(f'"text":{json.dumps(echo + result.text)}')
-        members.append(f'"logprobs":null,"finish_reason":{_finish_json(result.finish)}')
+        members.append(f'"logprobs":{result.logprobs},"finish_reason":{_finish_json(result.finish)}')
         if request.return_token_ids:
             members.append(f'"token_ids":{_ids_json(result.token_ids)}')
-            if request.kind == "completion":
-                members.append(f'"prompt_token_ids":{_ids_json(request.prompts[index // request.n])}')
-        choices.append("{" + ",".join(members) + "}")
-    outer = ""
-    if request.return_token_ids and request.kind == "chat":
-        outer = f',"prompt_token_ids":{_ids_json(request.prompts[0])}'
+        number = index // request.n
+        inner = _prompt_members(request, number, said[number]) if request.kind == "completion" else ""
+        choices.append("{" + ",".join(members) + inner + "}")
+    outer = _prompt_members(request, 0, said[0]) if request.kind == "chat" else ""
     return (
         f'{{"id":{json.dumps(reply_id)},"object":"{_WHOLE_OBJECT[request.kind]}","created":{created}'
         f',"model":{json.dumps(request.model)},"choices":[{",".join(choices)}]'

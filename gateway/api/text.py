@@ -166,6 +166,20 @@ class Tokenizer:
         """Each token's entry in the vocabulary; "" where the vocabulary has none."""
         return [self._backend.id_to_token(token) or "" for token in ids]
 
+    def token_bytes(self, token: int, *, skip_special_tokens: bool) -> bytes | None:
+        """What one token puts into a text that has begun; None when it puts nothing there."""
+        piece = self._piece_lookup(skip_special_tokens)(token)
+        if piece is None:
+            return None
+        if self._kind == "byte_level":
+            return byte_level_bytes(piece)
+        if self._byte_tokens and BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        if self._anchor is None:
+            return self.decode([token], skip_special_tokens=False).encode()
+        before = len(self.decode([self._anchor], skip_special_tokens=False))
+        return self.decode([self._anchor, token], skip_special_tokens=False)[before:].encode()
+
     def incremental(self, *, skip_special_tokens: bool, markers: Sequence[str] = ()) -> TokenText:
         """A fresh incremental decoder whose pieces add up to `decode` of the same ids. Tokens that are one of
         `markers` are text in any case."""
@@ -208,7 +222,8 @@ class ChoiceText:
 
     The concatenation of what `push` returns equals `decode` of the tokens, cut at the first stop string; no piece
     holds half a character or the beginning of a stop string. `stopped` is the stop string that ended the text (the
-    finish reason is "stop" then, and no token may be pushed any more). `num_tokens` counts all tokens pushed.
+    finish reason is "stop" then, and no token may be pushed any more). `num_tokens` counts all tokens pushed,
+    `num_chars` the characters they have come to, `shown_chars` those that may be shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
@@ -217,7 +232,13 @@ class ChoiceText:
         self._stops = StopScanner(options.stop, options.include_stop)
         self._finished = False
         self.num_tokens = 0
-        self.num_chars = 0  # of the tokens' text, shown or held back
+        self.num_chars = 0
+        self.shown_chars = 0
+
+    @property
+    def pending(self) -> bool:
+        """Does a token wait for the next ones to become text?"""
+        return self._tokens.pending
 
     @property
     def stopped(self) -> str | None:
@@ -232,9 +253,7 @@ class ChoiceText:
         text = "" if hidden else self._tokens.push(token)
         if finish:
             text += self._tokens.flush()
-        self.num_chars += len(text)
-        may_stop = self.num_tokens > self._options.min_tokens
-        shown = self._stops.feed(text, final=bool(finish), may_stop=may_stop)
+        shown = self._feed(text, final=bool(finish))
         self._finished = bool(finish) or self.stopped is not None
         return shown
 
@@ -242,8 +261,14 @@ class ChoiceText:
         """What was held back, when the token pushed last turns out, afterwards, to have been the final one."""
         assert not self._finished
         self._finished = True
+        return self._feed(self._tokens.flush(), final=True)
+
+    def _feed(self, text: str, *, final: bool) -> str:
         may_stop = self.num_tokens > self._options.min_tokens
-        return self._stops.feed(self._tokens.flush(), final=True, may_stop=may_stop)
+        shown = self._stops.feed(text, final=final, may_stop=may_stop)
+        self.num_chars += len(text)
+        self.shown_chars += len(shown)
+        return shown
 
 
 def _one_line(error: BaseException) -> str:

@@ -33,7 +33,7 @@ class Sink:
     finishes: dict[int, str] = field(default_factory=dict)
     stop_at: dict[int, int] = field(default_factory=dict)
 
-    def token(self, choice: int, token: int, finish: str) -> bool:
+    def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
         assert choice not in self.finishes, "nothing may follow the end of a choice"
         mine = self.tokens.setdefault(choice, [])
         mine.append(token)

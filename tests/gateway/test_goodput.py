@@ -74,7 +74,7 @@ class TimedPrefill(FakePrefill):
 class TimedSink(Sink):
     times: list[float] = field(default_factory=list)
 
-    def token(self, choice: int, token: int, finish: str) -> bool:
+    def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
         self.times.append(time.monotonic())
         return super().token(choice, token, finish)
 

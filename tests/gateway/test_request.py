@@ -238,7 +238,7 @@ async def test_fault_in_the_sink_comes_out_and_releases_everything(system: Syste
     await system.pair()
 
     class Broken(Sink):
-        def token(self, choice: int, token: int, finish: str) -> bool:
+        def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
             raise ZeroDivisionError
 
     request, _ = system.request(sink=Broken())

@@ -144,6 +144,34 @@ def test_values_that_ask_for_nothing_are_accepted(chat: Parse, completion: Parse
     completion(suffix="", best_of=2, n=2)
 
 
+def test_what_is_asked_of_the_workers_covers_what_the_response_shows(chat: Parse, completion: Parse) -> None:
+    def asked(request: ParsedRequest) -> tuple[int | None, int | None]:
+        return request.params[0].logprobs, request.params[0].prompt_logprobs
+
+    assert asked(chat()) == asked(chat(top_logprobs=0)) == (None, None)
+    assert asked(chat(logprobs=True)) == (0, None)
+    assert asked(chat(logprobs=True, top_logprobs=20, prompt_logprobs=3)) == (20, 3)
+    assert asked(completion(logprobs=0)) == (0, None)
+    assert asked(completion(echo=True)) == (None, None)
+    assert asked(completion(logprobs=4, echo=True, prompt_logprobs=2)) == (4, 4)
+    assert asked(completion(echo=True, prompt_logprobs=2)) == (None, 2)
+    best = completion(best_of=3, n=2)
+    assert asked(best) == (0, None)
+    assert (best.logprobs, best.n, best.num_sampled) == (None, 2, 3)
+
+
+def test_a_prompt_alone_may_fill_the_context(completion: Parse) -> None:
+    request = completion(prompt=[5] * LIMITS.max_model_len, max_tokens=0, echo=True, logprobs=1)
+    assert request.params[0].max_tokens == 0
+    assert refused(completion, prompt=[5] * (LIMITS.max_model_len + 1), max_tokens=0, echo=True).param == "prompt"
+
+
+def test_a_chats_echo_is_the_assistant_message_it_continues(chat: Parse) -> None:
+    said = [*HELLO, {"role": "assistant", "content": "once"}]
+    assert chat(messages=said, echo=True, continue_final_message=True).echo_texts == ("once",)
+    assert chat(echo=True).echo_texts == ()
+
+
 def test_unknown_fields_are_ignored(chat: Parse) -> None:
     chat(store=True, metadata={"a": "b"}, user="me", reasoning_effort="low", safety_identifier="x", foo=[{"bar": 1}])
 
@@ -301,7 +329,8 @@ def test_any_served_name_is_accepted_and_echoed(chat: Parse) -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": 1}, "stream_options"), ({"priority": 2**40}, "priority"),
         ({"cache_salt": "x" * 257}, "cache_salt"), ({"model": 5}, "model"), ({"model": None}, "model"),
-        ({"logprobs": True}, "logprobs"), ({"logprobs": 0}, "logprobs"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"logprobs": "1"}, "logprobs"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": True}, "prompt_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"), ({"guided_regex": "a+"}, "guided_regex"),
         ({"structured_outputs": {}}, "structured_outputs"), ({"use_beam_search": True}, "use_beam_search"),
         ({"reservation": 1}, "reservation"), ({"attempt": None}, "attempt"),
@@ -322,7 +351,8 @@ def test_a_bad_field_is_named_on_both_endpoints(
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools.0.function"), ({"tool_choice": "auto"}, "tool_choice"),
-        ({"top_logprobs": 2}, "top_logprobs"), ({"echo": True}, "echo"), ({"functions": [{}]}, "functions.0.name"),
+        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"functions": [{}]}, "functions.0.name"),
         ({"modalities": ["audio"]}, "modalities"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"add_generation_prompt": 1}, "add_generation_prompt"),
@@ -341,8 +371,9 @@ def test_a_bad_chat_field_is_named(chat: Parse, fields: dict[str, Any], param: s
         ({"prompt": ["a", 1]}, "prompt.1"), ({"prompt": [1, "a"]}, "prompt.1"), ({"prompt": [[1], "a"]}, "prompt.1"),
         ({"prompt": [True]}, "prompt.0"), ({"prompt": [999999]}, "prompt"), ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1], [10**400]]}, "prompt"), ({"prompt": ["a"] * 100, "n": 128}, "n"), ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"), ({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 21}, "best_of"),
-        ({"max_tokens": 0, "echo": True}, "max_tokens"), ({"prompt": "a\udc00"}, "prompt"),
+        ({"best_of": 3, "stream": True}, "best_of"), ({"logprobs": True}, "logprobs"), ({"logprobs": 6}, "logprobs"),
+        ({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 21}, "best_of"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"), ({"prompt": "a\udc00"}, "prompt"),
     ],
 )  # fmt: skip
 def test_a_bad_completion_field_is_named(completion: Parse, fields: dict[str, Any], param: str) -> None:
