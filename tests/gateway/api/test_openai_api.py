@@ -160,10 +160,10 @@ def test_what_is_asked_of_the_workers_covers_what_the_response_shows(chat: Parse
     assert (best.logprobs, best.n, best.num_sampled) == (None, 2, 3)
 
 
-def test_a_prompt_alone_may_fill_the_context(completion: Parse) -> None:
-    request = completion(prompt=[5] * LIMITS.max_model_len, max_tokens=0, echo=True, logprobs=1)
+def test_a_prompt_alone_may_fill_all_there_is(completion: Parse) -> None:
+    request = completion(prompt=[5] * LIMITS.pool_tokens, max_tokens=0, echo=True, logprobs=1)
     assert request.params[0].max_tokens == 0
-    assert refused(completion, prompt=[5] * (LIMITS.max_model_len + 1), max_tokens=0, echo=True).param == "prompt"
+    assert refused(completion, prompt=[5] * (LIMITS.pool_tokens + 1), max_tokens=0, echo=True).param == "prompt"
 
 
 def test_a_chats_echo_is_the_assistant_message_it_continues(chat: Parse) -> None:

@@ -1,0 +1,136 @@
+"""Log probabilities of a running system, against transformers' log-softmax and against themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exact.reference import Reference, demo_tokenizer
+from tests.system.harness import System
+
+pytestmark = pytest.mark.timeout(300, method="signal")
+
+TOLERANCE = 1e-4
+EMOJI = [{"role": "user", "content": "Write five emojis of animals, nothing else."}]
+PROMPT = "The capital of France is Paris. The capital of Italy is"
+
+
+def log_softmax(reference: Reference, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = reference.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+def ask(system: System, path: str, **body: Any) -> dict[str, Any]:
+    response = system.client.post(path, body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_lm_eval_gets_the_references_probabilities_of_prompts_given_as_tokens(
+    demo_system: System, reference: Reference
+) -> None:
+    assert_right_for_lm_eval(demo_system, reference)
+
+
+def test_lm_eval_gets_the_same_without_prefill_workers(reference: Reference) -> None:
+    flags = ("--aggregated", "--kv-blocks", 64, "--chunk-tokens", 8, "--check-invariants")
+    with System("demo", *flags, prefill=0) as system:
+        assert_right_for_lm_eval(system, reference)
+
+
+def assert_right_for_lm_eval(system: System, reference: Reference) -> None:
+    prompts: list[list[int]] = [demo_tokenizer()(text).input_ids for text in (PROMPT, "Once upon a time, in a land")]
+    fields = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "return_token_ids": True}
+    answer = ask(system, "/v1/completions", prompt=prompts, **fields)
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        logprobs, tokens = choice["logprobs"], prompt + choice["token_ids"]
+        reference_rows = log_softmax(reference, tokens)
+        assert {len(column) for column in logprobs.values()} == {len(prompt) + 1}
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        expected = [reference_rows[i - 1, tokens[i]].item() for i in range(1, len(tokens))]
+        assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=TOLERANCE)
+        best = [max(tops.values()) for tops in logprobs["top_logprobs"][1:]]
+        assert best == pytest.approx(reference_rows[:-1].max(-1).values.tolist(), abs=TOLERANCE)
+        assert "".join(logprobs["tokens"]) == choice["text"] == demo_tokenizer().decode(tokens)
+        at = [choice["text"][offset:].startswith(t) for offset, t in zip(logprobs["text_offset"], logprobs["tokens"])]
+        assert all(at)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+def test_a_prompt_is_scored_alone_and_warm_caches_do_not_change_that(
+    demo_system: System, reference: Reference
+) -> None:
+    prompt = demo_tokenizer()(PROMPT * 6).input_ids
+    ask(demo_system, "/v1/completions", prompt=prompt, max_tokens=1)  # fills the caches
+    fields = {"max_tokens": 0, "echo": True, "logprobs": 0, "prompt_logprobs": 2}
+    answer = ask(demo_system, "/v1/completions", prompt=prompt, **fields)
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
+    rows = log_softmax(reference, prompt)
+    expected = [rows[i - 1, token].item() for i, token in enumerate(prompt) if i]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=TOLERANCE)
+    assert choice["prompt_logprobs"][0] is None
+    for i, said in enumerate(choice["prompt_logprobs"][1:]):
+        own = said[str(prompt[i + 1])]
+        assert own["logprob"] == pytest.approx(expected[i], abs=TOLERANCE)
+        assert own["rank"] == 1 + int((rows[i] > rows[i, prompt[i + 1]]).sum())
+        assert set(said) >= {str(token) for token in rows[i].topk(2).indices.tolist()}
+        assert own["decoded_token"] == demo_tokenizer().decode([prompt[i + 1]])
+
+
+def test_a_chats_entries_are_the_references_and_their_bytes_are_the_text(
+    demo_system: System, reference: Reference
+) -> None:
+    fields = {"temperature": 0, "max_tokens": 16, "logprobs": True, "top_logprobs": 3, "return_token_ids": True}
+    answer = ask(demo_system, "/v1/chat/completions", messages=EMOJI, **fields)
+    (choice,) = answer["choices"]
+    content, tokens = choice["logprobs"]["content"], choice["token_ids"]
+    rows = log_softmax(reference, answer["prompt_token_ids"] + tokens)[len(answer["prompt_token_ids"]) - 1 :]
+    assert len(content) == len(tokens)
+    for entry, row, token in zip(content, rows, tokens, strict=False):
+        assert entry["logprob"] == pytest.approx(row[token].item(), abs=TOLERANCE)
+        tops = [other["logprob"] for other in entry["top_logprobs"]]
+        assert tops == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+    raw = b"".join(bytes(entry["bytes"] or []) for entry in content)
+    assert raw.decode(errors="replace") == choice["message"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+
+
+@pytest.mark.parametrize("stop", [None, "."])
+def test_streamed_entries_add_up_to_the_plain_ones(demo_system: System, stop: str | None) -> None:
+    fields = {"temperature": 0.9, "seed": 11, "max_tokens": 16, "stop": stop}
+    chat = {"messages": EMOJI, "logprobs": True, "top_logprobs": 2, **fields}
+    (plain,) = ask(demo_system, "/v1/chat/completions", **chat)["choices"]
+    with demo_system.client.events("/v1/chat/completions", **chat) as events:
+        chunks = [event["choices"][0] for event in events]
+    streamed = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+    assert streamed == plain["logprobs"]["content"]
+    text = {"prompt": PROMPT, "echo": True, "logprobs": 2, **fields}
+    (whole,) = ask(demo_system, "/v1/completions", **text)["choices"]
+    with demo_system.client.events("/v1/completions", **text) as events:
+        parts = [event["choices"][0]["logprobs"] for event in events]
+    for column, values in whole["logprobs"].items():
+        assert [value for part in parts if part for value in part[column]] == values
+    assert "".join(whole["logprobs"]["tokens"]).startswith(whole["text"])
+
+
+def test_the_likeliest_of_several_choices_come_back_best_first(demo_system: System) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.3, "seed": 3, "logprobs": 0, "return_token_ids": True}
+    everything = ask(demo_system, "/v1/completions", n=5, **fields)
+    moved = demo_system.metric("pdserve_transfer_bytes_total")
+    answer = ask(demo_system, "/v1/completions", n=2, best_of=5, **fields)
+
+    def mean(choice: dict[str, Any]) -> float:
+        said = choice["logprobs"]["token_logprobs"]
+        return math.fsum(said) / len(said)
+
+    best = sorted(everything["choices"], key=mean, reverse=True)[:2]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [choice["token_ids"] for choice in best]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == everything["usage"]["completion_tokens"]
+    assert demo_system.metric("pdserve_transfer_bytes_total") - moved < 46_080 * 32, "one prefill, one transfer"
