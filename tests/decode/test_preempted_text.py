@@ -75,11 +75,11 @@ class Decoder:
         for sequence in plan.admitted:
             sequence.announced = True
         self.stepper.move_swapped(plan)
-        logits = self.stepper.run(plan.batch)
-        assert logits is not None
+        step = self.stepper.run(plan.batch)
+        assert step is not None
         for work in plan.batch:
             self.scheduler.computed(work)
-        for sequence, tokens in self.stepper.pick(logits, [work for work in plan.batch if work.samples]):
+        for sequence, tokens, _ in self.stepper.pick(step[0], [work for work in plan.batch if work.samples]):
             assert tokens is not None
             if sequence.state is State.COMPUTING:
                 self.start(sequence, tokens)

@@ -57,8 +57,8 @@ def assert_right_for_lm_eval(system: System, reference: Reference) -> None:
         best = [max(tops.values()) for tops in logprobs["top_logprobs"][1:]]
         assert best == pytest.approx(reference_rows[:-1].max(-1).values.tolist(), abs=TOLERANCE)
         assert "".join(logprobs["tokens"]) == choice["text"] == demo_tokenizer().decode(tokens)
-        at = [choice["text"][offset:].startswith(t) for offset, t in zip(logprobs["text_offset"], logprobs["tokens"])]
-        assert all(at)
+        places = zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+        assert all(choice["text"].startswith(token, offset) for offset, token in places)
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
