@@ -25,7 +25,6 @@ from ..transfer.messages import (
     Busy,
     Cancel,
     Failed,
-    Finish,
     FirstTokens,
     Prefill,
     PromptLogprobs,
