@@ -266,7 +266,7 @@ def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_n
     ids = tokenizer.encode('<think>why</think><pad>so[TOOL_CALLS][{"name": "time"}]</s>')[1:]
     reply = Reply(chat_with(tokenizer)(tools=TOOLS), tokenizer)
     for token in ids:
-        reply.token(0, token, "stop" if token == ids[-1] else "")
+        reply.token(0, token, "stop" if token == ids[-1] else "", None)
     (choice,) = json.loads(reply.body())["choices"]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("why", "so")
@@ -274,7 +274,7 @@ def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_n
     assert len(message["tool_calls"][0]["id"]) == 9
     plain = Reply(chat_with(Tokenizer(tmp_path))(), tokenizer)
     for token in ids:
-        plain.token(0, token, "stop" if token == ids[-1] else "")
+        plain.token(0, token, "stop" if token == ids[-1] else "", None)
     assert json.loads(plain.body())["choices"][0]["message"]["content"] == 'whyso[{"name": "time"}]'
 
 
