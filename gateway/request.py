@@ -32,7 +32,7 @@ from ..transfer.messages import (
     Reserved,
 )
 from ..transfer.sampling_params import SamplingParams
-from .api.errors import ApiError, failed, queue_full, too_long, unavailable
+from .api.errors import ApiError, bad_grammar, failed, queue_full, too_long, unavailable
 from .attempt import AttemptOver, RetryKind, ending
 from .choice import ChoiceState, Sink, Taken
 from .dispatch import Dispatcher, NoWorkers, Overloaded, Placement, PromptTooLong, Wanted
@@ -71,6 +71,7 @@ class Job:
     priority: int = 0
     first_choice: int = 0  # number of its choice 0 among all choices of the HTTP request
     client: str = ""  # whose it is, for fairness
+    grammar_field: str = ""  # of the HTTP request, where its grammar came from
 
 
 class Request:
@@ -281,6 +282,8 @@ class Request:
                 place.prefill_leg.must_be_listed = False
             case Failed(reason="too_long"):
                 raise too_long(event.detail)
+            case Failed(reason="bad_grammar"):
+                raise bad_grammar(self.job.grammar_field, event.detail)
             case _:
                 raise ending(event, worker, from_prefill)
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...transfer.sampling_params import Grammar
 from .chat_messages import template_messages
 from .chat_output import OutputFormat
-from .errors import ApiError, invalid, not_supported
+from .errors import invalid, not_supported
 from .openai_api import ChatRequest
 from .parsed_request import ParsedRequest
 from .reasoning import CLOSING, OPENING, Opened, opened_by_prompt
@@ -29,16 +29,20 @@ class Chat:
 
     def applied_to(self, parsed: ParsedRequest) -> ParsedRequest:
         """Raises ApiError 400 when the request's fields exclude each other."""
-        params = parsed.params
+        params, grammar_field = parsed.params, parsed.grammar_field
+        if self.grammar is not None and grammar_field:
+            raise invalid(f"{grammar_field} cannot be met by an answer that must call a tool.", grammar_field)
         if self.grammar is not None:
             params = tuple(replace(one, grammar=self.grammar) for one in params)
+            grammar_field = "tools"
         grammar = params[0].grammar
         if grammar is not None and self.grammar is None and self.output.calling is not None:
             raise not_supported("response_format", "A required answer format beside tools that may be called")
         if grammar is not None and self.output.reasoning == "yes":
-            raise self._grammar_and_reasoning()
+            what = "A required answer format (or call) while the model reasons"
+            raise not_supported("tool_choice" if self.grammar is not None else grammar_field, what)
         text = replace(parsed.text, markers=self._markers())
-        return replace(parsed, params=params, text=text, output=self.output)
+        return replace(parsed, params=params, text=text, output=self.output, grammar_field=grammar_field)
 
     def _markers(self) -> tuple[str, ...]:
         """Special tokens that must stay in the text, or nobody would see what they mark."""
@@ -46,10 +50,6 @@ class Chat:
         calling = self.output.calling
         form = FORMATS[calling.parser] if calling is not None and calling.mode == "auto" else None
         return (*reasoning, *(filter(None, (form.opening, form.closing)) if form else ()))
-
-    def _grammar_and_reasoning(self) -> ApiError:
-        what = "A required answer format (or call) while the model reasons"
-        return not_supported("tool_choice" if self.grammar is not None else "response_format", what)
 
 
 def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> Chat:

@@ -295,6 +295,14 @@ def test_a_named_call_is_its_arguments(chat: Chat) -> None:
     assert chat(tools=TOOLS).params[0].grammar is None
 
 
+def test_an_answer_that_must_call_cannot_have_another_format(chat: Chat) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(tools=TOOLS, tool_choice="required", guided_regex="a")
+    assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+    assert chat(tools=TOOLS, tool_choice="required").grammar_field == "tools"
+    assert chat(tools=TOOLS, guided_regex="a").grammar_field == "guided_regex"
+
+
 def test_required_calls_are_an_array_or_a_single_object(chat: Chat) -> None:
     many = grammar(chat(tools=TOOLS, tool_choice="required"))
     assert (many["type"], many["minItems"]) == ("array", 1)
