@@ -88,6 +88,7 @@ class Request:
     ) -> None:
         self.id = dispatcher.new_request_id()
         self.job = job
+        self.model = dispatcher.model
         self.state = State.QUEUED
         self.attempt = 0
         self.cached_tokens = 0
@@ -169,8 +170,7 @@ class Request:
         except Overloaded as over:
             raise unavailable(f"Too busy: {over}.", "overloaded", over.retry_after_s) from None
         except NoWorkers:
-            model = self._dispatcher.model
-            raise unavailable(f"No worker that could serve {model!r:.200} is up.", "no_worker") from None
+            raise unavailable(f"No worker that could serve {self.model!r:.200} is up.", "no_worker") from None
         except PromptTooLong as error:
             raise too_long(str(error)) from None
         except TimeoutError:
