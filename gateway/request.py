@@ -277,6 +277,9 @@ class Request:
             case Busy():
                 self._pool.mark_busy(worker)
                 raise AttemptOver("busy", event.reason)
+            case Failed(reason="no_link") if place.prefill is not None and from_prefill:
+                place.prefill.unlinked.add(place.decode.id)
+                raise AttemptOver("busy", event.detail)
             case Failed(reason="gone") if place.prefill_leg is not None and from_prefill:
                 # Decode let go of it, and says why itself: its word is the true cause.
                 place.prefill_leg.must_be_listed = False

@@ -19,6 +19,7 @@ from pdserve.transfer.messages import (
     Busy,
     Cancel,
     Drain,
+    Failed,
     Family,
     FirstTokens,
     GatewayHeartbeat,
@@ -262,6 +263,7 @@ class FakePrefill(FakeWorker):
     answering: bool = True  # False: it takes the prompt and never gets to it
     handing_over: bool = True  # False: FirstTokens go out, the handoff does not
     busy_times: int = 0  # how many prompts to turn away first
+    no_link_times: int = 0  # how many prompts to refuse first, since the link to decode is not there after all
     cached_tokens: int = 0
     leaving_out: int = 0  # messages of the next prompt's scores that are lost
 
@@ -270,6 +272,10 @@ class FakePrefill(FakeWorker):
         if not isinstance(message, Prefill):
             return
         key = message.request, message.attempt
+        if self.no_link_times > 0:
+            self.no_link_times -= 1
+            self.dealer.send(Failed(*key, "no_link", f"no link to {message.decode}", True))
+            return
         if self.busy_times > 0:
             self.busy_times -= 1
             self.dealer.send(Busy(*key, "full"))
