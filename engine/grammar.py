@@ -133,7 +133,8 @@ class Grammars:
         self._held: dict[Key, _Held] = {}
         self._asked: dict[int, tuple[RowKey, float]] = {}  # by automaton, in order; and how long it may take, CPU s
         self._round = 0  # of asking: an answer that nobody waited for belongs to an earlier one
-        self._masks: dict[RowKey, bytes] = {}
+        self._masks: dict[RowKey, bytes | None] = {}
+        self._openings: dict[RowKey, int] = {}  # tokens to be allowed as well
         self._failures: list[Failure] = []
         self._numbers = 0
 
@@ -205,27 +206,35 @@ class Grammars:
         self._round += 1
         self._asked.clear()
         self._masks.clear()
+        self._openings.clear()
         orders = []
         for row in rows:
             held = self._held.get(row.key)
             if held is None:
                 continue  # it has failed, and whoever asks will hear of it
+            start = held.grammar.start(row.output)
+            if start is None:
+                self._masks[row.key, row.choice] = None
+                continue
+            if not row.output and held.grammar.opening is not None:
+                self._openings[row.key, row.choice] = held.grammar.opening
+            output = row.output[start:]
             automaton = held.automata.get(row.choice)
             if automaton is None:
                 automaton = held.automata[row.choice] = _Automaton(self._number())
             number = self._cache[held.grammar].number
-            untold = list(row.output[automaton.told :])
+            untold = list(output[automaton.told :])
             orders.append([automaton.number, number, automaton.told, untold])
-            automaton.told = len(row.output)
+            automaton.told = len(output)
             limit_s = self._mask_cpu_s + TOLD_CPU_S * len(untold)
             self._asked[automaton.number] = (row.key, row.choice), limit_s
         if orders:
             self._owed += len(orders)
             self._send(["masks", self._round, orders])
 
-    def collect(self, pump: Callable[[], None]) -> dict[RowKey, bytes]:
-        """The masks asked for last: bit i of byte i // 8 says whether token i may come next. A row that is missing
-        has failed. `pump` is called while there is nothing to do but wait."""
+    def collect(self, pump: Callable[[], None]) -> dict[RowKey, bytes | None]:
+        """The masks asked for last: bit i of byte i // 8 says whether token i may come next; None: every token may.
+        A row that is missing has failed. `pump` is called while there is nothing to do but wait."""
         started, used_s = time.monotonic(), self._process_cpu_s()
         while self._asked:
             before = len(self._asked)
@@ -289,7 +298,7 @@ class Grammars:
                     return
                 row, _ = self._asked.pop(automaton)
                 if mask:
-                    self._masks[row] = mask
+                    self._masks[row] = _allowing(self._openings.get(row), mask)
                 else:
                     self._fail(row[0], BAD_GRAMMAR, "it leads to where no token can follow", retryable=False)
             case _:
@@ -365,3 +374,12 @@ class Grammars:
             self._process.kill()
             self._process.wait()
         self._process = self._stream = None
+
+
+def _allowing(token: int | None, mask: bytes) -> bytes:
+    """The mask, with that token let through, if there is one and the mask is about it."""
+    if token is None or token >= 8 * len(mask):
+        return mask
+    bits = bytearray(mask)
+    bits[token // 8] |= 1 << token % 8
+    return bytes(bits)

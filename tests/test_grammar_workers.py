@@ -108,6 +108,21 @@ def test_every_choice_matches_through_both_workers_and_equals_what_one_worker_sa
     assert rig.tokens("alone") == rig.tokens("a")
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_what_follows_the_reasoning_matches_through_both_workers(rig: Rig, pair: tuple[str, str], opened: bool) -> None:
+    begin, end = FIRST_BYTE_TOKEN, FIRST_BYTE_TOKEN + 1
+    prefill, decode = pair
+    grammar = Grammar("regex", PATTERN, after=end, opening=None if opened else begin)
+    wanted = params(grammar=grammar, logit_bias={begin: 90.0, end: 90.0})
+    start(rig, f"why-{opened}", decode, prefill, params=wanted, n=4)
+    finish(rig, f"why-{opened}", choices=4)
+    for tokens in rig.tokens(f"why-{opened}").values():
+        assert set(tokens[: tokens.index(end)]) <= {begin}, "the bias leaves no other"
+        assert opened or tokens[0] == begin, "the one token that is biased and allowed"
+        assert re.fullmatch(PATTERN, text(tokens[tokens.index(end) + 1 : -1]))
+        assert tokens[-1] == EOS
+
+
 @pytest.mark.parametrize(("preemption", "swap_bytes"), [("recompute", 0), ("swap", 1 << 22)])
 def test_preemption_does_not_change_a_token(rig: Rig, pair: tuple[str, str], preemption: str, swap_bytes: int) -> None:
     _, calm = pair

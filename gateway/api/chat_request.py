@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...transfer.sampling_params import Grammar
+from ...transfer.sampling_params import Grammar, SamplingParams
 from .chat_messages import template_messages
 from .chat_output import OutputFormat
 from .errors import invalid, not_supported
@@ -26,23 +26,34 @@ class Chat:
     prompt: list[int]
     output: OutputFormat
     grammar: Grammar | None
+    opening: int | None  # token ids of the markers around reasoning; None: the vocabulary has no such token
+    closing: int | None
 
     def applied_to(self, parsed: ParsedRequest) -> ParsedRequest:
         """Raises ApiError 400 when the request's fields exclude each other."""
         params, grammar_field = parsed.params, parsed.grammar_field
-        if self.grammar is not None and grammar_field:
-            raise invalid(f"{grammar_field} cannot be met by an answer that must call a tool.", grammar_field)
-        if self.grammar is not None:
+        if self.grammar is not None:  # an answer that is nothing but calls has no content to be of a format
             params = tuple(replace(one, grammar=self.grammar) for one in params)
             grammar_field = "tools"
-        grammar = params[0].grammar
-        if grammar is not None and self.grammar is None and self.output.calling is not None:
-            raise not_supported("response_format", "A required answer format beside tools that may be called")
-        if grammar is not None and self.output.reasoning == "yes":
-            what = "A required answer format (or call) while the model reasons"
-            raise not_supported("tool_choice" if self.grammar is not None else grammar_field, what)
+        elif grammar_field and self.output.calling is not None:
+            raise not_supported(grammar_field, "A required answer format beside tools that may be called")
+        if grammar_field and self.output.reasoning is not None:
+            params = tuple(self._behind_reasoning(one, grammar_field) for one in params)
         text = replace(parsed.text, markers=self._markers())
         return replace(parsed, params=params, text=text, output=self.output, grammar_field=grammar_field)
+
+    def _behind_reasoning(self, params: SamplingParams, grammar_field: str) -> SamplingParams:
+        """The grammar is about what follows the reasoning. Where that cannot be told apart by tokens there is none."""
+        assert params.grammar is not None
+        match self.output.reasoning:
+            case "yes" if self.closing is None:
+                raise not_supported(grammar_field, f"A required answer format where {CLOSING} is no single token")
+            case "yes":
+                return replace(params, grammar=replace(params.grammar, after=self.closing))
+            case "maybe" if self.opening is not None and self.closing is not None:
+                return replace(params, grammar=replace(params.grammar, after=self.closing, opening=self.opening))
+            case _:
+                return params
 
     def _markers(self) -> tuple[str, ...]:
         """Special tokens that must stay in the text, or nobody would see what they mark."""
@@ -74,7 +85,9 @@ def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_specia
     reasoning = None
     if tokenizer.style.reasoning_parser == "think":
         reasoning = _opened(prompt, tokenizer, request.continue_final_message)
-    return Chat(prompt, OutputFormat(calling, reasoning), grammar_of(calling, functions) if calling else None)
+    grammar = grammar_of(calling, functions) if calling else None
+    opening, closing = tokenizer.token_id(OPENING), tokenizer.token_id(CLOSING)
+    return Chat(prompt, OutputFormat(calling, reasoning), grammar, opening, closing)
 
 
 def tool_parser(tokenizer: Tokenizer) -> ToolParserName:

@@ -96,6 +96,27 @@ def test_choices_of_one_attempt_are_followed_apart_and_from_any_token_on(grammar
     assert after(grammars, ("n", 2), "by", choice=1) == {EOS}
 
 
+def test_tokens_up_to_the_end_of_reasoning_are_free(grammars: Grammars) -> None:
+    key, (end, begin) = ("why", 1), tiny_tokens("!?")
+    settle(grammars, key, Grammar("regex", "ab", after=end))
+
+    def mask(output: list[int]) -> bytes | None:
+        grammars.ask([Row(key, 0, output)])
+        return grammars.collect(lambda: None)[key, 0]
+
+    assert mask([]) is None
+    assert mask(tiny_tokens("zz")) is None
+    assert after(grammars, key, "zz!") == set(tiny_tokens("a"))
+    assert after(grammars, key, "zz!a") == set(tiny_tokens("b"))
+    key = ("whether", 1)
+    settle(grammars, key, Grammar("regex", "ab", after=end, opening=begin))
+    assert after(grammars, key, "") == {begin, *tiny_tokens("a")}, "reasoning may begin, or the text"
+    assert after(grammars, key, "a", choice=1) == set(tiny_tokens("b"))
+    assert mask([begin]) is None
+    assert after(grammars, key, "?zz!") == set(tiny_tokens("a"))
+    assert after(grammars, key, "?zz!a") == set(tiny_tokens("b"))
+
+
 def test_a_grammar_that_leads_to_a_dead_end_fails_the_attempt_there(grammars: Grammars) -> None:
     settle(grammars, ("end", 1), Grammar("ebnf", 'root ::= "ab" x\nx ::= x'))
     grammars.ask([Row(("end", 1), 0, tiny_tokens("ab"))])
