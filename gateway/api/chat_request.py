@@ -32,10 +32,13 @@ class Chat:
     def applied_to(self, parsed: ParsedRequest) -> ParsedRequest:
         """Raises ApiError 400 when the request's fields exclude each other."""
         params, grammar_field = parsed.params, parsed.grammar_field
+        of_content = grammar_field.startswith("response_format")  # the guided_ fields are about all of the answer
+        if self.grammar is not None and grammar_field and not of_content:
+            raise invalid(f"{grammar_field} cannot be met by an answer that must call a tool.", grammar_field)
         if self.grammar is not None:  # an answer that is nothing but calls has no content to be of a format
             params = tuple(replace(one, grammar=self.grammar) for one in params)
             grammar_field = "tools"
-        elif grammar_field and self.output.calling is not None:
+        elif of_content and self.output.calling is not None:
             raise not_supported(grammar_field, "A required answer format beside tools that may be called")
         if grammar_field and self.output.reasoning is not None:
             params = tuple(self._behind_reasoning(one, grammar_field) for one in params)

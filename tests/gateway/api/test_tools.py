@@ -295,7 +295,7 @@ def test_a_named_call_is_its_arguments(chat: Chat) -> None:
     assert chat(tools=TOOLS).params[0].grammar is None
 
 
-def test_an_answer_that_must_call_cannot_have_another_format(chat: Chat) -> None:
+def test_an_answer_that_must_call_cannot_be_guided_otherwise(chat: Chat) -> None:
     with pytest.raises(ApiError) as caught:
         chat(tools=TOOLS, tool_choice="required", guided_regex="a")
     assert (caught.value.status, caught.value.param) == (400, "guided_regex")
