@@ -213,3 +213,16 @@ def test_the_best_of_several_are_those_with_the_highest_mean(tokenizer: Tokenize
         (0, "bb", None), (1, "d", None),
     ]  # fmt: skip
     assert body["usage"]["completion_tokens"] == 6, "all that were generated"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_its_text_and_its_entries(tokenizer: Tokenizer, stream: bool) -> None:
+    prompt = tuple(ids_of(tokenizer, "the fox"))
+    reply = Reply(request_of("completion", prompts=(prompt,), echo_texts=("the fox",), stream=stream), tokenizer)
+    reply.prompt_logprobs(0, [said(token) for token in prompt[1:]])
+    reply.late_finish(0, "length")
+    raw = reply.events.take_now().decode().removeprefix("data: ") if stream else reply.body()
+    (choice,) = json.loads(raw)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("the fox", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, *(said(token).logprob for token in prompt[1:])]
+    assert "".join(choice["logprobs"]["tokens"]) == "the fox"
