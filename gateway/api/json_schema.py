@@ -1,7 +1,7 @@
 """Which parts of a JSON schema can be enforced while text is generated.
 
 An answer under a strict schema must validate, so a schema with a part that would silently count for nothing is refused
-with the name of that part. What is said here about the grammar compiler is tested against it.
+with the name of that part.
 """
 
 from __future__ import annotations
