@@ -32,6 +32,7 @@ from .grammar_wire import Frames, frame
 log = logging.getLogger(__name__)
 
 BAD_GRAMMAR = "bad_grammar"  # of `Failed`: the client's fault
+GRAMMAR_DIED = "grammar_died"  # of `Failed`: the process died, maybe of this request's grammar
 GRAMMAR_LOST = "grammar_lost"  # of `Failed`: nothing is wrong with this request
 
 MASK_CPU_S = 1.0  # of the grammar process, for one row
@@ -292,15 +293,15 @@ class Grammars:
                 self._unusable = reason
             case ["compiled", number, num_bytes, error]:
                 self._compiled(number, num_bytes, error)
-            case ["mask", turn, automaton, mask]:
+            case ["mask", turn, automaton, mask, error]:
                 self._owed -= 1
                 if turn != self._round or automaton not in self._asked:
                     return
                 row, _ = self._asked.pop(automaton)
-                if mask:
-                    self._masks[row] = _allowing(self._openings.get(row), mask)
+                if error:
+                    self._fail(row[0], BAD_GRAMMAR, error, retryable=False)
                 else:
-                    self._fail(row[0], BAD_GRAMMAR, "it leads to where no token can follow", retryable=False)
+                    self._masks[row] = _allowing(self._openings.get(row), mask)
             case _:
                 raise AssertionError(f"no such message: {message[0]}")
 
@@ -339,6 +340,7 @@ class Grammars:
             "vocab_size": self._source.vocab_size,
             "eos": sorted(self._source.eos_token_ids),
             "trust_remote_code": self._source.trust_remote_code,
+            "cpus": sorted(os.sched_getaffinity(os.getppid())),  # what the worker had before it was pinned
             "compile_cpu_s": COMPILE_CPU_S,
         }
         self._process = subprocess.Popen(
@@ -352,7 +354,11 @@ class Grammars:
         self._stream, self._frames, self._ready = ours, Frames(), False
 
     def _lose(self, why: str) -> None:
-        """Without the process nothing is compiled, and no attempt can go on here."""
+        """Without the process nothing is compiled, and no attempt can go on here. The one that it died over, if it did,
+        is told apart: it may try again, but not for ever."""
+        if self._asked and self._owed == len(self._asked):
+            (key, _), _ = next(iter(self._asked.values()))
+            self._fail(key, GRAMMAR_DIED, f"the grammar process: {why}", retryable=True)
         self.close()
         log.warning("the grammar process is lost: %s", why)
         for entry in self._cache.values():

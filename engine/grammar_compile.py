@@ -67,6 +67,7 @@ class Automaton:
         self._bits = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
         self._columns = np.packbits(np.arange(self._bits.size * 32) < vocab_size, bitorder="little")
         self.num_tokens = 0
+        self.spent_s = 0.0  # kept by whoever has it work
         self._lost = False
 
     def accept(self, tokens: Sequence[int]) -> bool:

@@ -14,6 +14,7 @@ import resource
 import selectors
 import socket
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +28,13 @@ from .grammar_wire import Frames, frame
 
 log = logging.getLogger(__name__)
 
-MAX_COMPILED_BYTES = 64 * 1024 * 1024  # as text, from the fork to here
-FORK_MEMORY_BYTES = 2 * 1024 * 1024 * 1024
+MAX_COMPILED_BYTES = 32 * 1024 * 1024  # as text, from the fork to here
+FORK_MEMORY_BYTES = 1 * 1024 * 1024 * 1024
 FORKS = 2
 PIPE_BYTES = 1 << 20
+AUTOMATA_MEMORY_BYTES = 4 * 1024 * 1024 * 1024
+SLOW_S = 2.0  # of computing for one automaton, and for each of its tokens
+SLOW_TOKEN_S = 0.02
 
 
 @dataclass
@@ -81,22 +85,26 @@ class GrammarProcess:
                 self._compiled.pop(grammar, None)
             case ["masks", turn, rows]:
                 for row in rows:
-                    self._say(["mask", turn, row[0], self._mask(*row)])
+                    self._say(["mask", turn, row[0], *self._mask(*row)])
             case ["forget", automata]:
                 for automaton in automata:
                     self._automata.pop(automaton, None)
             case _:
                 raise AssertionError(f"no such message: {message[0]}")
 
-    def _mask(self, automaton: int, grammar: int, start: int, tokens: list[int]) -> bytes:
-        """The mask after `tokens`, which are those from the automaton's token `start` on."""
+    def _mask(self, automaton: int, grammar: int, start: int, tokens: list[int]) -> tuple[bytes, str]:
+        """The mask after `tokens`, which are those from the automaton's token `start` on; or what is wrong."""
+        began_s = time.process_time()
         if start == 0:
             self._automata[automaton] = Automaton(self._compiled[grammar], self._compiler.info.vocab_size)
         state = self._automata[automaton]
         assert state.num_tokens == start, f"tokens from {start} on for an automaton at {state.num_tokens}"
         state.accept(tokens)
         mask = state.mask()
-        return mask if any(mask) else b""
+        state.spent_s += time.process_time() - began_s
+        if state.spent_s > SLOW_S + SLOW_TOKEN_S * state.num_tokens:
+            return b"", "following it takes too long"
+        return (mask, "") if any(mask) else (b"", "it leads to where no token can follow")
 
     # --- compiling -------------------------------------------------------------------------------------------
 
@@ -115,9 +123,7 @@ class GrammarProcess:
         """In the fork: write an error or the compiled grammar, then end."""
         exit_with_parent(os.getppid())
         resource.setrlimit(resource.RLIMIT_CPU, (self._compile_cpu_s, self._compile_cpu_s))
-        virtual_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        memory = virtual_pages * resource.getpagesize() + FORK_MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        limit_memory(FORK_MEMORY_BYTES)
         try:
             output = b"=" + self._compiler.compile(kind, text).serialize_json().encode()
         except ValueError as error:
@@ -154,12 +160,19 @@ class GrammarProcess:
         return compiled.memory_size_bytes, ""
 
 
+def limit_memory(more_bytes: int) -> None:
+    """Let this process have that much more than it has now."""
+    virtual_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = virtual_pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
 def main() -> None:
     """Arguments, as JSON: what `Grammars` wrote there."""
     arguments = json.loads(sys.argv[1])
     exit_with_parent(arguments["parent"])
     setup_logging("warning", False)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not on the core that the worker is pinned to
+    os.sched_setaffinity(0, arguments["cpus"])  # not on the core that the worker is pinned to
     stream = socket.socket(fileno=arguments["fd"])
     try:
         info = tokenizer_info(
@@ -168,6 +181,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         stream.sendall(frame(["unusable", " ".join(str(error).split())[:500]]))
         return
+    limit_memory(AUTOMATA_MEMORY_BYTES)
     try:
         GrammarProcess(stream, Compiler(info), arguments["compile_cpu_s"]).run()
     except (EOFError, BrokenPipeError):

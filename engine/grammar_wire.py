@@ -7,7 +7,7 @@ worker → grammars   ["compile", grammar, kind, text]       answered by "compil
                     ["forget", [automaton, ...]]
 grammars → worker   ["ready"]                               the tokenizer is there
                     ["compiled", grammar, bytes, error]     bytes of memory; error "" when all is well
-                    ["mask", round, automaton, mask]        bit i of it: token i may come next; b"" if none may
+                    ["mask", round, automaton, mask, error] bit i of it: token i may come next
 """
 
 from __future__ import annotations

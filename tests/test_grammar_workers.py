@@ -215,7 +215,8 @@ def test_an_attempt_that_lost_its_automaton_goes_on_with_the_same_text_in_the_ne
     os.kill(pid, signal.SIGKILL)
     failed = rig.wait_for(Failed, "broken", timeout_s=STARTED_S)
     assert isinstance(failed, Failed)
-    assert (failed.reason, failed.retryable) == ("grammar_lost", True)
+    assert failed.reason in ("grammar_lost", "grammar_died")  # between two steps, or in one
+    assert failed.retryable
     rig.live.discard(("broken", 1))
     got = rig.tokens("broken")[0]
     assert 5 < len(got) < 200

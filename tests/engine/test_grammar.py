@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.engine.grammar import BAD_GRAMMAR, GRAMMAR_LOST, GrammarRefused, Grammars, Row, TokenizerSource
+from pdserve.engine.grammar import BAD_GRAMMAR, GRAMMAR_LOST, Failure, GrammarRefused, Grammars, Row, TokenizerSource
 from pdserve.transfer.sampling_params import Grammar
 from tests.system.tiny_model import SPECIAL, VOCAB_SIZE, tiny_tokens, write_tiny_tokenizer
 
@@ -181,6 +181,19 @@ def test_a_grammar_that_takes_too_long_to_follow_ends_its_own_attempt_for_good_a
     settle(grammars, ("other", 2), Grammar("regex", "ab"))  # in a new process
     assert after(grammars, ("other", 2), "a") == set(tiny_tokens("b"))
     grammars.close()
+
+
+def test_a_grammar_whose_every_token_is_slow_is_given_up_without_killing_the_process(grammars: Grammars) -> None:
+    settle(grammars, ("slow", 1), LABYRINTH)
+    pid = grammars.pid
+    failures: list[Failure] = []
+    for count in range(0, 4000, 4):
+        grammars.ask([Row(("slow", 1), 0, tiny_tokens("a" * count))])
+        grammars.collect(lambda: None)
+        if failures := grammars.take_failures():
+            break
+    assert [(f.reason, f.detail) for f in failures] == [(BAD_GRAMMAR, "following it takes too long")]
+    assert grammars.pid == pid
 
 
 def test_the_death_of_the_process_is_noticed_and_a_grammar_that_was_being_compiled_is_compiled_again(
