@@ -37,6 +37,7 @@ GRAMMAR_LOST = "grammar_lost"  # of `Failed`: nothing is wrong with this request
 
 MASK_CPU_S = 1.0  # of the grammar process, for one row
 TOLD_CPU_S = 0.001  # more, for every token that the row's automaton is told
+SLOW_CPU_S = 2.0  # of the process, for all of one row's masks, above the 10 ms that each token may take
 MASK_WALL_S = 20.0  # the same, on a machine that gives it no time
 COMPILE_CPU_S = 5
 MAX_COMPILING = 64
@@ -120,9 +121,17 @@ class _Held:
 class Grammars:
     """One worker's. `source` None: the model has no tokenizer, and every grammar is refused."""
 
-    def __init__(self, source: TokenizerSource | None, mask_cpu_s: float = MASK_CPU_S) -> None:
+    def __init__(
+        self,
+        source: TokenizerSource | None,
+        mask_cpu_s: float = MASK_CPU_S,
+        slow_cpu_s: float = SLOW_CPU_S,
+        compile_cpu_s: int = COMPILE_CPU_S,
+    ) -> None:
+        self._compile_cpu_s = compile_cpu_s
         self._source = source
         self._mask_cpu_s = mask_cpu_s
+        self._slow_cpu_s = slow_cpu_s
         self._process: subprocess.Popen[bytes] | None = None
         self._stream: socket.socket | None = None
         self._frames = Frames()
@@ -341,7 +350,8 @@ class Grammars:
             "eos": sorted(self._source.eos_token_ids),
             "trust_remote_code": self._source.trust_remote_code,
             "cpus": sorted(os.sched_getaffinity(os.getppid())),  # what the worker had before it was pinned
-            "compile_cpu_s": COMPILE_CPU_S,
+            "compile_cpu_s": self._compile_cpu_s,
+            "slow_cpu_s": self._slow_cpu_s,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.engine.grammar_process", json.dumps(arguments)],

@@ -33,8 +33,7 @@ FORK_MEMORY_BYTES = 1 * 1024 * 1024 * 1024
 FORKS = 2
 PIPE_BYTES = 1 << 20
 AUTOMATA_MEMORY_BYTES = 4 * 1024 * 1024 * 1024
-SLOW_S = 2.0  # of computing for one automaton, and for each of its tokens
-SLOW_TOKEN_S = 0.02
+SLOW_TOKEN_S = 0.01  # of computing for one automaton, for each of its tokens on average
 
 
 @dataclass
@@ -49,10 +48,11 @@ class Fork:
 class GrammarProcess:
     """Answers one worker until it hangs up."""
 
-    def __init__(self, stream: socket.socket, compiler: Compiler, compile_cpu_s: int) -> None:
+    def __init__(self, stream: socket.socket, compiler: Compiler, compile_cpu_s: int, slow_cpu_s: float) -> None:
         self._stream = stream
         self._compiler = compiler
         self._compile_cpu_s = compile_cpu_s
+        self._slow_cpu_s = slow_cpu_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(stream, selectors.EVENT_READ)
         self._frames = Frames()
@@ -102,7 +102,7 @@ class GrammarProcess:
         state.accept(tokens)
         mask = state.mask()
         state.spent_s += time.process_time() - began_s
-        if state.spent_s > SLOW_S + SLOW_TOKEN_S * state.num_tokens:
+        if state.spent_s > self._slow_cpu_s + SLOW_TOKEN_S * state.num_tokens:
             return b"", "following it takes too long"
         return (mask, "") if any(mask) else (b"", "it leads to where no token can follow")
 
@@ -183,7 +183,7 @@ def main() -> None:
         return
     limit_memory(AUTOMATA_MEMORY_BYTES)
     try:
-        GrammarProcess(stream, Compiler(info), arguments["compile_cpu_s"]).run()
+        GrammarProcess(stream, Compiler(info), arguments["compile_cpu_s"], arguments["slow_cpu_s"]).run()
     except (EOFError, BrokenPipeError):
         return
 

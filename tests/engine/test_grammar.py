@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TokenizerSource:
 
 @pytest.fixture(scope="module")
 def grammars(source: TokenizerSource) -> Iterator[Grammars]:
-    grammars = Grammars(source)
+    grammars = Grammars(source, slow_cpu_s=0.2, compile_cpu_s=1)
     yield grammars
     grammars.close()
 
@@ -187,7 +187,7 @@ def test_a_grammar_whose_every_token_is_slow_is_given_up_without_killing_the_pro
     settle(grammars, ("slow", 1), LABYRINTH)
     pid = grammars.pid
     failures: list[Failure] = []
-    for count in range(0, 4000, 4):
+    for count in range(0, 4000, 20):
         grammars.ask([Row(("slow", 1), 0, tiny_tokens("a" * count))])
         grammars.collect(lambda: None)
         if failures := grammars.take_failures():
