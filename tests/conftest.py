@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("pdserve")
 SYSTEM = Path(__file__).parent / "system"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole systems are started first and one after the other, by one runner, while the other does the rest."""
     items.sort(key=lambda item: SYSTEM not in item.path.parents)
