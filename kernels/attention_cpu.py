@@ -79,13 +79,14 @@ def attend_on_cpu(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
+    in_c: bool = True,
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
-    """The contract of `paged_attention`."""
+    """The contract of `paged_attention`. `in_c`: where the kernel in C can run, let it."""
     num_tokens, heads, k_head_dim = q.shape
     kv_heads, v_head_dim = v_cache.shape[2:]
     group = heads // kv_heads
     output = q.new_empty(num_tokens, kv_heads, group, v_head_dim)
-    library = library_for(q, k_cache, v_cache)
+    library = library_for(q, k_cache, v_cache) if in_c else None
     if library is not None:
         if workspace.single_tokens is None:
             workspace.single_tokens = find_single_tokens(query_lens, context_lens, block_tables)
