@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from ..engine.config import package_version
 from .admin import Admin
+from .api.description import describe_api
 from .api.errors import ApiError, failed, model_not_found, unavailable
 from .api.parsing import parse_chat, parse_completion
 from .api.tokenizing import detokenize, tokenize
@@ -55,7 +56,7 @@ class App:
         turns = Turns()
         app = FastAPI(
             title="pdserve",
-            openapi_url=None,  # requests are validated by our own schemas, for OpenAI's error shape
+            openapi_url=None,  # requests are validated, and described, by our own schemas, for OpenAI's error shape
             routes=[
                 Route("/v1/chat/completions", Generate(self.frontend, parse_chat), methods=["POST"]),
                 Route("/v1/completions", Generate(self.frontend, parse_completion), methods=["POST"]),
@@ -66,6 +67,7 @@ class App:
                 Route("/health", self.health),
                 Route("/ready", self.ready),
                 Route("/version", self.version),
+                Route("/openapi.json", self.description),
                 Route("/metrics", self.metrics),
                 Route("/pools", self.pools),
                 *Admin(self.pool, self.frontend.live, self.models).routes(debug=self.debug_endpoints),
@@ -93,6 +95,9 @@ class App:
 
     async def version(self, _: HttpRequest) -> Response:
         return JSONResponse({"version": package_version()})
+
+    async def description(self, _: HttpRequest) -> Response:
+        return JSONResponse(describe_api(package_version()))
 
     async def metrics(self, _: HttpRequest) -> Response:
         return Response(self.frontend.metrics.page(), media_type=METRICS_TYPE)

@@ -306,7 +306,6 @@ class Pool:
 
     def _on_heartbeat(self, worker: Worker, message: WorkerHeartbeat) -> None:
         worker.heartbeat = message
-        worker.unlinked.clear()
         if message.draining:
             self.dismiss(worker)
         self._say_again(worker, message)

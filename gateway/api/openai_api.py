@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, StringConstraints, Tag
+from pydantic.config import JsonDict, JsonValue
+from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 
 from ...transfer.sampling_params import MAX_LOGPROBS
-from .structured import StructuredFields
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -34,9 +35,9 @@ def _integral(value: object) -> object:
 Flag = Annotated[bool, Strict()]
 Int = Annotated[int, Strict(), BeforeValidator(_integral)]
 Num = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-TokenIds = list[Annotated[int, Strict()]]
+TokenIds = list[Annotated[int, Strict(), WithJsonSchema({"type": "integer", "minimum": 0})]]
 Penalty = Annotated[Num, Field(ge=-2, le=2)]
-NotYet = Any  # not looked at beyond "is it there"
+NotYet = SkipJsonSchema[Any]  # not looked at beyond "is it there", and not in the API's description
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -58,7 +59,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Flag | None = None
 
 
-class CommonRequest(StructuredFields):
+class CommonRequest(BaseModel):
     """What both endpoints share. The second half are extensions that serving engines agree on."""
 
     model_config = ConfigDict(protected_namespaces=())
@@ -93,6 +94,12 @@ class CommonRequest(StructuredFields):
 
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    response_format: NotYet = None
+    structured_outputs: NotYet = None
+    guided_json: NotYet = None
+    guided_regex: NotYet = None
+    guided_choice: NotYet = None
+    guided_grammar: NotYet = None
     use_beam_search: NotYet = None
 
 
@@ -122,7 +129,16 @@ class CompletionRequest(CommonRequest):
 
 
 class ContentPart(BaseModel):
-    """One part of a message's content; which members it needs depends on `type`, see `parsing.py`."""
+    """One part of a message's content; which members it needs depends on `type`, see `chat_messages.py`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": [kind]}
+                for kind in ("text", "refusal")
+            ]
+        }
+    )
 
     type: str
     text: str | None = None
@@ -200,8 +216,27 @@ FunctionChoice = Annotated[
 ]
 
 
+def _needs(roles: tuple[str, ...], **types: list[JsonValue]) -> JsonDict:
+    """Of the JSON schema: a message of one of these roles with these members, which are of these types."""
+    of_types: dict[str, JsonValue] = {name: {"type": kinds} for name, kinds in types.items()}
+    return {"properties": {"role": {"enum": [*roles]}, **of_types}, "required": [*types]}
+
+
 class ChatMessage(BaseModel):
-    """One message; which members it needs depends on `role`, see `parsing.py`."""
+    """One message; which members it needs depends on `role`, see `chat_messages.py`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                _needs(("developer", "system", "user", "assistant"), content=["string", "array"]),
+                _needs(("tool",), content=["string", "array"], tool_call_id=["string"]),
+                _needs(("function",), name=["string"]),
+                _needs(("assistant",), refusal=["string"]),
+                _needs(("assistant",), tool_calls=["array"]),
+                _needs(("assistant",), function_call=["object"]),
+            ]
+        }
+    )
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = None
