@@ -41,7 +41,7 @@ serve: $(VENV)/installed
 
 test clients exact soak: export HF_HUB_OFFLINE := 1
 test: lint
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(TESTS)
 
 clients: $(VENV)/installed-clients
 	@$(BIN)/python -m pytest tests/clients

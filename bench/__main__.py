@@ -9,15 +9,23 @@ from .machine import package_version
 from .overload import main as overload
 from .serve import main as serve
 
+
+def kernels(arguments: list[str]) -> int:
+    from .kernels import main  # brings torch, which a client of a server does without
+
+    return main(arguments)
+
+
 USAGE = """usage: pdserve bench COMMAND [OPTIONS]
 
 commands:
+  kernels   how near the CPU kernels come to the machine's limits, without a server
   serve     load a running server and measure TTFT, TPOT, ITL, throughput and goodput
   overload  load it beyond what it can do: how much is still in time?
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
-COMMANDS = {"serve": serve, "overload": overload}
+COMMANDS = {"kernels": kernels, "serve": serve, "overload": overload}
 
 
 def main(arguments: list[str]) -> int:

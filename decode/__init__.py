@@ -12,5 +12,6 @@
                   └──────────── preempted ───────────────┘
 
 A request with n choices is one sequence until its prompt's KV is complete, then n that share the prompt's blocks.
+A request whose grammar is being compiled waits in the inbox, before it is WAITING.
 `scheduler.py` is the only place where states change; `worker.py` is the loop; `intake.py` is the door for slabs.
 """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..engine.grammar import Grammars, Row
 from ..engine.logprobs import prompt_targets, sampled_logprobs, score_prompts
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
@@ -26,8 +27,14 @@ class Stepper:
     """Runs batches. `between_layers` is called once a layer while one runs, and may end it with StepCancelled."""
 
     def __init__(
-        self, engine: Engine, swap: SwapSpace, metrics: DecodeMetrics, between_layers: Callable[[], None]
+        self,
+        engine: Engine,
+        swap: SwapSpace,
+        metrics: DecodeMetrics,
+        between_layers: Callable[[], None],
+        grammars: Grammars,
     ) -> None:
+        self._grammars = grammars
         self._engine = engine
         self._swap = swap
         self._metrics = metrics
@@ -67,6 +74,8 @@ class Stepper:
         started = time.monotonic()
         self.running = batch
         chunks = [_chunk(work) for work in batch]
+        sampling = [w.sequence for w in batch if w.samples]
+        self._grammars.ask([Row(s.key, s.choice, s.output) for s in sampling if s.params.grammar is not None])
         try:
             logits = self._runner.forward(chunks)
             scores = list(score_prompts(self._runner, chunks, self._between_layers))
@@ -90,13 +99,19 @@ class Stepper:
         self, logits: torch.Tensor, sampling: list[Work]
     ) -> Iterator[tuple[Sequence, list[int] | None, list[TokenLogprobs | None]]]:
         """The next token of every choice of every sequence that ran its last one and still lives, and what is to be
-        known of its likelihood.
+        known of its likelihood. One whose grammar could not be followed is left out: `Grammars.take_failures` names it.
 
         `logits`: [len(sampling), vocab]. None in place of tokens when a sequence's logits are not finite.
         """
-        alive = [(row, w.sequence) for row, w in enumerate(sampling) if w.sequence.state is not State.FINISHED]
+        masks = self._grammars.collect(self._between_layers)
+        alive = [
+            (row, w.sequence)
+            for row, w in enumerate(sampling)
+            if w.sequence.state is not State.FINISHED
+            and (w.sequence.params.grammar is None or (w.sequence.key, w.sequence.choice) in masks)
+        ]
         rows = [
-            (row, SampleRow(s.params, s.prompt, s.output, choice))
+            (row, SampleRow(s.params, s.prompt, s.output, choice, masks.get((s.key, s.choice))))
             for row, s in alive
             for choice in range(s.choice, s.choice + s.num_choices)
         ]

@@ -17,6 +17,7 @@ from collections.abc import Sequence as ListOf
 import zmq
 
 from ..engine.block_pool import root_key
+from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull
 from ..engine.logprobs import prompt_messages
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
@@ -25,6 +26,7 @@ from ..transfer.links import OFFERED
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Abort,
+    Busy,
     Cancel,
     Failed,
     Gone,
@@ -78,7 +80,8 @@ class DecodeWorker:
         )
         self._scheduler = Scheduler(engine.pool, limits, self._root_of, engine.model.eos_token_ids, swap)
         self._receiver = Receiver(self._layout)
-        self._stepper = Stepper(engine, swap, self._metrics, self._between_layers)
+        self._grammars = Grammars(engine.tokenizer)
+        self._stepper = Stepper(engine, swap, self._metrics, self._between_layers, self._grammars)
         self._intake = Intake(
             self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
             config.worker.link,
@@ -132,11 +135,14 @@ class DecodeWorker:
         finally:
             self._members.close()
             self._intake.close()
+            self._grammars.close()
             self._context.destroy(linger=200)
 
     def _receive(self) -> None:
         self._pump()
-        while self._inbox:
+        self._grammars.poll()
+        self._fail_grammars()
+        for _ in range(len(self._inbox)):
             tie, message = self._inbox.popleft()
             match message:
                 case Reserve():
@@ -154,6 +160,8 @@ class DecodeWorker:
         poller = zmq.Poller()
         for socket in (*self._members.sockets, *self._intake.sockets):
             poller.register(socket, zmq.POLLIN)
+        if self._grammars.descriptor is not None:
+            poller.register(self._grammars.descriptor, zmq.POLLIN)
         poller.poll(IDLE_WAIT_MS)
 
     def _between_layers(self) -> None:
@@ -207,9 +215,25 @@ class DecodeWorker:
         if refusal := self._scheduler.refusal(message):
             self._fail(key, *refusal, retryable=False)
             return
+        try:
+            if message.params.grammar is not None and not self._grammars.want(key, message.params.grammar):
+                self._inbox.append((tie, message))  # until it is compiled
+                return
+        except GrammarRefused as error:
+            self._fail(key, BAD_GRAMMAR, str(error), retryable=False)
+            return
+        except GrammarsFull as error:
+            self._members.send(key, Busy(*key, str(error)))
+            self._forget(key)
+            return
         self._scheduler.add(message, time.monotonic())
         if not self._scheduler.find(key):
             self._forget(key)
+
+    def _fail_grammars(self) -> None:
+        """End the attempts whose grammar cannot be followed any further."""
+        for failure in self._grammars.take_failures():
+            self._fail(failure.key, failure.reason, failure.detail, retryable=failure.retryable)
 
     def _announce(self, plan: Plan) -> None:
         """Tell the gateways what the plan decided."""
@@ -228,9 +252,7 @@ class DecodeWorker:
             if local:
                 self._metrics.local_prefill.labels(sequence.local_reason).inc()
             else:
-                self._receiver.expect(
-                    *sequence.key, sequence.reservation, sequence.prefill, held, len(sequence.tokens)
-                )
+                self._receiver.expect(*sequence.key, sequence.reservation, sequence.prefill, held, len(sequence.tokens))
             if not sequence.announced:
                 for sibling in self._scheduler.find(sequence.key):
                     sibling.announced = True
@@ -249,6 +271,7 @@ class DecodeWorker:
 
     def _forget(self, key: Key) -> None:
         self._receiver.forget(*key)
+        self._grammars.forget(key)
         self._members.owner.pop(key, None)
 
     def _fail(self, key: Key, reason: str, detail: str, *, retryable: bool) -> None:
@@ -323,9 +346,7 @@ class DecodeWorker:
     # --- one step --------------------------------------------------------------------------------------------
 
     def _chunk_tokens(self, busy: bool) -> int:
-        return self._stepper.chunk_tokens(
-            self._config.worker.chunk_tokens, self._config.itl_budget_ms / 1e3, busy=busy
-        )
+        return self._stepper.chunk_tokens(self._config.worker.chunk_tokens, self._config.itl_budget_ms / 1e3, busy=busy)
 
     def _run_step(self, batch: list[Work]) -> None:
         step = self._stepper.run(batch)
@@ -343,6 +364,7 @@ class DecodeWorker:
                 self._start(sequence, tokens, logprobs)
             elif sequence.state is State.RUNNING:
                 self._append(sequence, tokens[0], logprobs[0])
+        self._fail_grammars()
 
     def _send_scores(self, work: Work, entries: Scores) -> None:
         """What the step said of the prompt's own tokens, to the gateway ahead of any token."""

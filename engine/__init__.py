@@ -9,6 +9,8 @@ The life of a step, whichever pool runs it:
    that this layer is done (prefill sends it away; both look for cancellations), and attends over the blocks.
 3. Only the last positions of chunks that want a token reach the vocabulary; `sampler.py` picks from their logits,
    with noise that depends on (seed, choice, position) and nothing else.
+   A request with a grammar may choose only what its automaton allows: `grammar.py` has that computed by a process of
+   its own (`grammar_process.py`) while the model runs.
 4. `request.py` says whether the new token ends its choice, and `lifetime.py` notes when.
 
 `checkpoint.py` finds the files a model is loaded from and gives them a fingerprint: two workers exchange KV only

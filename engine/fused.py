@@ -1,13 +1,38 @@
-"""Modules of a transformers model replaced by ones on the kernels in C; weights are shared, never copied."""
+"""Modules of a transformers model replaced by ones on the kernels in C; weights are shared, never copied.
+
+Two kinds: every plain `nn.Linear`, and whole decoder layers. A layer is recognised by what it is made of (pre-norm, q,
+k, v and o projections, perhaps norms of q and k, a gated MLP or one of its own kind), not by its name. What a list of
+parts cannot show (another formula in the norm, scaled residuals, a query scaled by its position) shows in numbers: the
+model runs a few tokens, early and late positions among them, before and after, and keeps its own layers if any layer's
+queries, keys, values or settings of attention, or the logits, differ.
+"""
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
 from ..kernels.library import native
 from ..kernels.linear import linear
+from .hook import AttentionCall, attend
+from .probe import observe
+
+log = logging.getLogger(__name__)
+
+LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NORMS = {"q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+EPSILONS = ("variance_epsilon", "eps")
+
+# Largest difference of logits, queries, keys and values, in their standard deviations: rounding stays far below it.
+TOLERANCE = 1e-3
 
 
 class NativeLinear(nn.Linear):
@@ -23,10 +48,125 @@ class NativeLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def fuse(module: PreTrainedModel) -> None:
-    """Replace what the kernels do better; nothing where they cannot run: not float32, not the CPU, no compiler."""
+class FusedLayer(nn.Module):
+    """A decoder layer in three calls of C around its attention. `original` still owns the weights."""
+
+    def __init__(self, original: nn.Module, layer: DecoderLayer, attention: AttentionCall, own_mlp: bool) -> None:
+        super().__init__()
+        self.original = original
+        self._layer = layer
+        self._attention = attention  # what the original asks for, but for q, k and v
+        self._own_mlp = own_mlp
+        self._config: Any = original.get_submodule("self_attn").config
+
+    def __getattr__(self, name: str) -> Any:
+        # The model asks a layer for what it decides by, such as its type of attention.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("original"), name)
+
+    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
+        hidden = hidden_states[0].contiguous()  # [num_tokens, hidden]
+        cos, sin = (part[0].contiguous() for part in position_embeddings)
+        q, k, v = self._layer.attention_inputs(hidden, cos, sin)
+        known = self._attention
+        call = AttentionCall(q, k, v, known.scale, known.window, known.softcap, known.sinks)
+        total, normed = self._layer.attention_outputs(attend(self._config, call).contiguous(), hidden)
+        if self._own_mlp:
+            mixed: Tensor = self.original.get_submodule("mlp")(normed[None])
+            return total[None] + mixed
+        self._layer.add_mlp(normed, total)
+        return total[None]
+
+
+def fuse(module: PreTrainedModel, max_model_len: int) -> None:
+    """Replace what the kernels do better; nothing where they cannot run: not float32, not the CPU, no compiler.
+
+    The model has been probed. Leaves the attention of a probe installed.
+    """
     if module.dtype != torch.float32 or module.device.type != "cpu" or native() is None:
         return
-    plain = [(name, child) for name, child in module.named_modules() if type(child) is nn.Linear]
-    for name, child in plain:
-        module.set_submodule(name, NativeLinear(child))
+    before = observe(module, max_model_len)
+    replaced = _fuse_layers(module, before.calls)
+    for name, child in list(module.named_modules()):
+        if type(child) is nn.Linear:
+            module.set_submodule(name, NativeLinear(child))
+    difference = before.difference(observe(module, max_model_len)) if replaced else 0.0
+    if difference <= TOLERANCE:
+        log.info("%d of %d layers run on kernels in C", len(replaced), len(before.calls))
+        return
+    log.info("%s keeps its own layers: fused ones differ by %.2g", type(module).__name__, difference)
+    for name, fused in replaced.items():
+        module.set_submodule(name, fused.original)
+
+
+def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[str, FusedLayer]:
+    """Put fused layers in the place of those that can be, all or none; by name."""
+    library = native()
+    assert library is not None
+    found = [
+        (name, child) for name, child in module.named_modules() if dict(child.named_children()).keys() >= LAYER_PARTS
+    ]
+    if len(found) != len(calls):
+        return {}
+    layers: dict[str, FusedLayer] = {}
+    for (name, child), call in zip(found, calls, strict=True):
+        weights = _recognise(child, call.q.shape[2])
+        if weights is None:
+            return {}
+        layers[name] = FusedLayer(child, DecoderLayer(weights, library), call, own_mlp=weights.mlp is None)
+    for name, layer in layers.items():
+        module.set_submodule(name, layer)
+    return layers
+
+
+def _recognise(layer: nn.Module, head_dim: int) -> LayerWeights | None:
+    """The weights of a layer that is made of the parts we know; None for any other."""
+    parts = dict(layer.named_children())
+    if parts.keys() != LAYER_PARTS or list(layer.parameters(recurse=False)):
+        return None
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    inner = dict(attention.named_children())
+    if not PROJECTIONS <= inner.keys() <= PROJECTIONS | NORMS or list(attention.parameters(recurse=False)):
+        return None
+    projections = {name: _projection(inner[name]) for name in PROJECTIONS}
+    norms = {name: _norm(inner[name]) for name in NORMS & inner.keys()}
+    before, after = _norm(parts["input_layernorm"]), _norm(parts["post_attention_layernorm"])
+    q, k, v, o = (projections[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    if q is None or k is None or v is None or o is None or before is None or after is None or None in norms.values():
+        return None
+    if len(v.weight) != len(k.weight) or o.weight.shape[1] != len(q.weight) or len(q.weight) % head_dim:
+        return None
+    return LayerWeights(head_dim, before, q, k, v, norms.get("q_norm"), norms.get("k_norm"), o, after, _gated_mlp(mlp))
+
+
+def _projection(module: nn.Module) -> Projection | None:
+    if type(module) is not nn.Linear or not module.weight.is_contiguous():
+        return None
+    return Projection(module.weight, module.bias)
+
+
+def _norm(module: nn.Module) -> Norm | None:
+    """A norm that computes what ours does, by trying it."""
+    weights = list(module.parameters())
+    epsilon = next((vars(module)[name] for name in EPSILONS if name in vars(module)), None)
+    if len(weights) != 1 or weights[0].dim() != 1 or not isinstance(epsilon, float):
+        return None
+    weight = weights[0]
+    x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype)[None] * 0.01
+    expected = weight * x * torch.rsqrt(x.square().mean() + epsilon)
+    if not torch.allclose(module(x), expected, rtol=1e-4, atol=1e-6):
+        return None
+    return Norm(weight, epsilon)
+
+
+def _gated_mlp(module: nn.Module) -> GatedMLP | None:
+    parts = dict(module.named_children())
+    if parts.keys() != MLP_PARTS or list(module.parameters(recurse=False)):
+        return None
+    x = torch.linspace(-9.0, 9.0, 100)
+    gate, up, down = (_projection(parts[name]) for name in ("gate_proj", "up_proj", "down_proj"))
+    if gate is None or up is None or down is None or not torch.allclose(parts["act_fn"](x), F.silu(x)):
+        return None
+    return GatedMLP(gate, up, down)

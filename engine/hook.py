@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,6 +39,8 @@ HARMLESS_TENSORS = {"s_aux", "position_ids"}
 
 AttentionHandler = Callable[[AttentionCall], Tensor]  # answers [num_tokens, heads, v_head_dim]
 
+_handlers: dict[str, weakref.WeakMethod[AttentionHandler]] = {}  # by the name under which each was installed
+
 
 def install(model: PreTrainedModel, handler: AttentionHandler) -> None:
     """Route every attention of `model` to `handler`, a bound method. Raises UnsupportedModel if the class cannot.
@@ -47,20 +49,29 @@ def install(model: PreTrainedModel, handler: AttentionHandler) -> None:
     """
     name = f"pdserve-{uuid4().hex}"
     method = weakref.WeakMethod(handler)
+    _handlers[name] = method
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        target = method()
-        assert target is not None, "the owner of this attention is gone"
-        output = target(_parse(module, query, key, value, attention_mask, kwargs))
-        return output.unsqueeze(0), None
+        return _target(name)(_parse(module, query, key, value, attention_mask, kwargs)).unsqueeze(0), None
 
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, _window_mark)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise UnsupportedModel(f"{type(model).__name__}: its attention does not go through the attention interface")
+
+
+def _target(name: str) -> AttentionHandler:
+    handler = _handlers[name]()
+    assert handler is not None, "the owner of this attention is gone"
+    return handler
+
+
+def attend(config: PreTrainedConfig, call: AttentionCall) -> Tensor:  # [num_tokens, heads, v_head_dim]
+    """What a layer of ours does in place of transformers' own: ask the handler installed in the model of `config`."""
+    return _target(config._attn_implementation)(call)
 
 
 def _window_mark(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -82,7 +82,7 @@ def describe(
         raise UnsupportedModel(f"{type(module).__name__}: its forward has no logits_to_keep")
     layers, vocab_size = probe_layers(module)
     if fused_modules:
-        fuse(module)
+        fuse(module, max_model_len)
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == module.dtype)
     return LoadedModel(
         module=module,

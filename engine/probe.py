@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,13 +25,13 @@ class _Recorder:
     """Attends by definition over the probe's flattened sequences, noting the shapes of every call."""
 
     def __init__(self) -> None:
-        self.layers: list[LayerShape] = []
+        self.calls: list[AttentionCall] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
-        num_tokens, kv_heads, k_head_dim = call.k.shape
+        num_tokens = len(call.k)
         if num_tokens != sum(PROBE_LENS):
             raise UnsupportedModel(f"attention sees {num_tokens} tokens where {sum(PROBE_LENS)} were given")
-        self.layers.append(LayerShape(kv_heads=kv_heads, k_head_dim=k_head_dim, v_head_dim=call.v.shape[2]))
+        self.calls.append(call)
         parts = zip(*(torch.split(tensor, PROBE_LENS) for tensor in (call.q, call.k, call.v)), strict=True)
         return torch.cat(
             [
@@ -49,7 +52,7 @@ def probe_layers(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], int]:
     """
     name = type(module).__name__
     text_config = module.config.get_text_config()
-    ids = torch.arange(1, 1 + sum(PROBE_LENS), device=module.device) % text_config.vocab_size
+    ids = _probe_ids(module)
     recorder = _Recorder()
     try:
         expected = torch.cat([_logits(module, part, torch.arange(len(part))) for part in torch.split(ids, PROBE_LENS)])
@@ -61,9 +64,9 @@ def probe_layers(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], int]:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModel(f"{name}: it cannot run a flattened batch: {reason}") from error
     num_layers = text_config.num_hidden_layers
-    if len(recorder.layers) != num_layers:
+    if len(recorder.calls) != num_layers:
         raise UnsupportedModel(
-            f"{name}: {len(recorder.layers)} of its {num_layers} layers attend through the attention interface "
+            f"{name}: {len(recorder.calls)} of its {num_layers} layers attend through the attention interface "
             "(state-space, recurrent and hybrid layers cannot be served)"
         )
     deviation = ((found - expected).abs().max() / expected.std()).item()
@@ -71,7 +74,54 @@ def probe_layers(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], int]:
         raise UnsupportedModel(
             f"{name}: its logits over a flattened batch differ from its own attention's ({deviation:.2g} deviations)"
         )
-    return tuple(recorder.layers), expected.shape[-1]
+    return tuple(_shape(call) for call in recorder.calls), expected.shape[-1]
+
+
+def _shape(call: AttentionCall) -> LayerShape:
+    _, kv_heads, k_head_dim = call.k.shape
+    return LayerShape(kv_heads=kv_heads, k_head_dim=k_head_dim, v_head_dim=call.v.shape[2])
+
+
+def _probe_ids(module: PreTrainedModel) -> Tensor:  # [num_tokens]
+    vocab_size: int = module.config.get_text_config().vocab_size
+    return torch.arange(1, 1 + sum(PROBE_LENS), device=module.device) % vocab_size
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a model did with the probe's tokens: all it asked of attention, and its logits."""
+
+    calls: list[AttentionCall]
+    logits: Tensor  # [num_tokens, vocab]
+
+    def difference(self, other: Observation) -> float:
+        """Largest difference of any number, in standard deviations of its tensor; infinite where settings differ."""
+        if len(self.calls) != len(other.calls):
+            return math.inf
+        pairs = [(self.logits, other.logits)]
+        for mine, theirs in zip(self.calls, other.calls, strict=True):
+            if (mine.scale, mine.window, mine.softcap) != (theirs.scale, theirs.window, theirs.softcap):
+                return math.inf
+            if mine.sinks is not theirs.sinks:
+                return math.inf
+            pairs += [(mine.q, theirs.q), (mine.k, theirs.k), (mine.v, theirs.v)]
+        if any(mine.shape != theirs.shape for mine, theirs in pairs):
+            return math.inf
+        differences = [((mine - theirs).abs().max() / mine.std()).item() for mine, theirs in pairs]
+        return math.inf if any(math.isnan(difference) for difference in differences) else max(differences)
+
+
+@torch.inference_mode()
+def observe(module: PreTrainedModel, max_model_len: int) -> Observation:
+    """Run the probe's tokens, one sequence at the first positions and one at the last. Installs our attention.
+
+    What depends on the position, and starts to matter only late, shows.
+    """
+    recorder = _Recorder()
+    install(module, recorder.attend)
+    early, late = PROBE_LENS
+    positions = torch.cat([torch.arange(early), torch.arange(late) + max(0, max_model_len - late)])
+    return Observation(recorder.calls, _logits(module, _probe_ids(module), positions))
 
 
 def _logits(module: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:  # [num_tokens, vocab] float32

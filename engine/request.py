@@ -15,10 +15,13 @@ def finish_reason(params: SamplingParams, output: Sequence[int], eos_token_ids: 
 
     The newest token stops the choice when it is one of `stop_token_ids`, or an EOS and `ignore_eos` is off, but never
     before `min_tokens` are out. "stop" wins over "length" when one token is both. Stop strings are the gateway's.
+    Under a grammar an EOS always stops: it is chosen only where the text is complete, and nothing can follow it.
     """
     if not output:
         return ""
     token = output[-1]
+    if params.grammar is not None and token in eos_token_ids:
+        return "stop"
     is_stop = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
     if is_stop and len(output) >= params.min_tokens:
         return "stop"

@@ -2,7 +2,8 @@
 
 Order of the steps, the one users of the OpenAI API and of vLLM expect:
 
-    logit bias → min_tokens → repetition, frequency, presence penalty → temperature → top-k → top-p → min-p → draw
+    grammar → logit bias → min_tokens → repetition, frequency, presence penalty → temperature → top-k → top-p → min-p
+    → draw
 
 With temperature 0 the draw is an argmax after the penalties (the first of equals). Otherwise it is the Gumbel-max
 trick: the token is argmax over the surviving ids i of `score[i] / temperature + g[i]`, with
@@ -43,12 +44,16 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One choice that needs its next token: token number `len(output)` of choice `choice`."""
+    """One choice that needs its next token: token number `len(output)` of choice `choice`.
+
+    `mask`, if there is a grammar: bit i of byte i // 8, lowest first, says whether token i may be chosen. At least one.
+    """
 
     params: SamplingParams
     prompt: Sequence[int]
     output: Sequence[int]
     choice: int
+    mask: bytes | None = None
 
 
 def sample(
@@ -63,6 +68,7 @@ def sample(
     assert logits.shape[:1] == (len(rows),), f"{tuple(logits.shape)} logits for {len(rows)} rows"
     if not rows:
         return []
+    logits = constrained(logits, [row.mask for row in rows])
     largest, greedy = logits.max(dim=-1)  # NaN wins over everything, so one look at the maximum finds it
     usable: list[bool] = torch.isfinite(largest).tolist()
     tokens: list[int] = [
@@ -76,15 +82,32 @@ def sample(
     return tokens
 
 
+def constrained(
+    logits: Tensor,  # [rows, vocab]
+    masks: Sequence[bytes | None],
+) -> Tensor:  # [rows, vocab]
+    """The logits with -inf for every token that its row's mask rules out. A NaN stays: its row is unusable."""
+    masked = [i for i, mask in enumerate(masks) if mask is not None]
+    if not masked:
+        return logits
+    packed = np.frombuffer(b"".join(masks[i] or b"" for i in masked), dtype=np.uint8).reshape(len(masked), -1)
+    allowed = torch.from_numpy(np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little"))
+    barred = allowed.to(logits.device) == 0
+    logits = logits.clone()
+    logits[masked] = logits[masked].masked_fill(barred & ~logits[masked].isnan(), -torch.inf)
+    return logits
+
+
 def _is_plain_greedy(row: SampleRow) -> bool:
     """Whether nothing stands between this row's logits and their argmax."""
     params = row.params
-    return (
-        params.temperature == 0
-        and not params.logit_bias
-        and len(row.output) >= params.min_tokens
-        and not _has_penalties(params)
-    )
+    return params.temperature == 0 and not params.logit_bias and not _bars_eos(row) and not _has_penalties(params)
+
+
+def _bars_eos(row: SampleRow) -> bool:
+    """Whether tokens that would end the choice are barred, as far as something else may be chosen."""
+    params = row.params
+    return len(row.output) < params.min_tokens or (params.ignore_eos and params.grammar is not None)
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -100,13 +123,16 @@ def _sample_row(
     """The token of one row whose untouched scores have their maximum at `argmax`."""
     params = row.params
     _add_bias(scores, params.logit_bias)
-    if len(row.output) < params.min_tokens:
-        barred = set(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)
+    if _bars_eos(row):
+        early = len(row.output) < params.min_tokens
+        barred = set(params.stop_token_ids) if early else set[int]()
+        if params.grammar is not None or not params.ignore_eos:
+            barred |= eos_token_ids
         scores[_known_ids(barred, len(scores))] = -np.inf
     if _has_penalties(params):
         _apply_penalties(scores, row)
     best = int(scores.argmax())
-    if scores[best] == -np.inf:  # the whole vocabulary is barred: going on beats having no token
+    if scores[best] == -np.inf:  # all that a grammar allows, or the whole vocabulary, is barred: take it all the same
         return argmax
     if params.temperature == 0:
         return best

@@ -12,6 +12,7 @@ import torch
 from ..transfer.errors import ConfigError
 from .block_pool import BlockPool
 from .checkpoint import fingerprint, resolve, served_name
+from .grammar import TokenizerSource
 from .kv_cache import KVCache, parse_size, plan_num_blocks
 from .model import LoadedModel, load_model
 
@@ -40,6 +41,7 @@ class Engine:
     model: LoadedModel
     cache: KVCache
     pool: BlockPool
+    tokenizer: TokenizerSource | None = None  # for grammars; without one they are refused
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,4 +109,5 @@ def build_engine(config: EngineConfig) -> Engine:
         num_blocks * config.block_size * model.layout.bytes_per_token / 1e6,
         model.max_model_len,
     )
-    return Engine(model, cache, pool)
+    source = TokenizerSource(path, model.vocab_size, model.eos_token_ids, config.trust_remote_code)
+    return Engine(model, cache, pool, source)

@@ -132,6 +132,7 @@ def describe(request: Request, holders: Iterable[Worker]) -> dict[str, Any]:
     outputs = [len(choice.accepted) for choice in request.choices]
     return {
         "id": request.id,
+        "model": request.model,
         "state": request.state.value,
         "attempt": request.attempt,
         "prompt_tokens": len(request.job.prompt),

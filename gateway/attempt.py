@@ -7,7 +7,8 @@ from typing import Literal
 from ..transfer.messages import Failed, Gone
 from .worker import Event, Lost
 
-CROWDED_REASONS = frozenset({"revoked", "preempted"})  # of `Failed`: nothing is broken, there is just no room
+# Of `Failed`: nothing is wrong with the request. There is no room, or somebody else's grammar took its own down.
+CROWDED_REASONS = frozenset({"revoked", "preempted", "grammar_lost"})
 
 RetryKind = Literal["busy", "preempted", "drained", "prefill_lost", "decode_lost", "failed"]
 

@@ -187,6 +187,7 @@ class Generate:
             priority=parsed.priority,
             first_choice=number * parsed.num_sampled,
             client=client,
+            grammar_field=parsed.grammar_field,
         )
         return Request(job, model.dispatcher, reply, lifetime, model.metrics, model.eos_token_ids)
 

@@ -229,33 +229,29 @@ def child_specs(
         death_bound_s=config.death_bound_s,
         exit_with_parent=os.getpid(),
     )
-    gateway = (
-        _gateway_models(config, paths)
-        + common
-        + _flags(
-            host=config.host,
-            max_queue=config.max_queue,
-            queue_timeout_s=config.queue_timeout_s,
-            ttft_slo_s=config.ttft_slo_s,
-            tpot_slo_s=config.tpot_slo_s,
-            local_prefill=config.local_prefill,
-            max_connections=config.max_connections,
-            api_keys=config.api_keys and str(Path(config.api_keys).resolve()),
-            shutdown_s=config.shutdown_s,
-            max_model_len=_named(config.max_model_len, config),
-            chat_template=_named(config.chat_template, config),
-            tool_call_parser=_named(config.tool_call_parser, config),
-            reasoning_parser=_named(config.reasoning_parser, config),
-            keep_alive_s=config.keep_alive_s,
-            alias=config.alias,
-            debug_endpoints=config.debug_endpoints,
-            requests_per_minute=config.requests_per_minute,
-            tokens_per_minute=config.tokens_per_minute,
-            max_concurrent=config.max_concurrent,
-            request_timeout_s=config.request_timeout_s,
-            cors_origin=config.cors_origin,
-            log_prompts=config.log_prompts,
-        )
+    gateway = _gateway_models(config, paths) + common + _flags(
+        host=config.host,
+        max_queue=config.max_queue,
+        queue_timeout_s=config.queue_timeout_s,
+        ttft_slo_s=config.ttft_slo_s,
+        tpot_slo_s=config.tpot_slo_s,
+        local_prefill=config.local_prefill,
+        max_connections=config.max_connections,
+        api_keys=config.api_keys and str(Path(config.api_keys).resolve()),
+        shutdown_s=config.shutdown_s,
+        max_model_len=_named(config.max_model_len, config),
+        chat_template=_named(config.chat_template, config),
+        tool_call_parser=_named(config.tool_call_parser, config),
+        reasoning_parser=_named(config.reasoning_parser, config),
+        keep_alive_s=config.keep_alive_s,
+        alias=config.alias,
+        debug_endpoints=config.debug_endpoints,
+        requests_per_minute=config.requests_per_minute,
+        tokens_per_minute=config.tokens_per_minute,
+        max_concurrent=config.max_concurrent,
+        request_timeout_s=config.request_timeout_s,
+        cors_origin=config.cors_origin,
+        log_prompts=config.log_prompts,
     )
     worker = common + _flags(
         gateway=controls,
@@ -287,7 +283,9 @@ def child_specs(
         command = _python("gateway", gateway + _flags(port=port + i, listen=control))
         specs.append(ChildSpec(name, command, env, stops_first=True))
     for model, path in zip(config.models, paths, strict=True):
-        mine = _flags(model=str(path), served_model_name=model.name, max_model_len=config.max_model_len.get(model.name))
+        mine = _flags(
+            model=str(path), served_model_name=model.name, max_model_len=config.max_model_len.get(model.name)
+        )
         for role, flags, cores in (("prefill", prefill, prefill_cpus), ("decode", decode, decode_cpus)):
             for name in config.worker_names(role, model):
                 command = _python(role, mine + flags + _flags(name=name, cpu=next(cores)))

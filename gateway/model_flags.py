@@ -67,7 +67,9 @@ def chat_styles(args: argparse.Namespace, models: Sequence[ModelSource]) -> Mapp
     """Raises ConfigError."""
     tools = per_model("--tool-call-parser", args.tool_call_parser, models, tool_parser_named)
     reasoning = per_model("--reasoning-parser", args.reasoning_parser, models, reasoning_parser_named)
-    return {model.name: ChatStyle(tools.get(model.name, "auto"), reasoning.get(model.name, "none")) for model in models}
+    return {
+        model.name: ChatStyle(tools.get(model.name, "auto"), reasoning.get(model.name, "none")) for model in models
+    }
 
 
 def models_of(args: argparse.Namespace) -> tuple[ModelSource, ...]:

@@ -306,6 +306,7 @@ class Pool:
 
     def _on_heartbeat(self, worker: Worker, message: WorkerHeartbeat) -> None:
         worker.heartbeat = message
+        worker.unlinked.clear()
         if message.draining:
             self.dismiss(worker)
         self._say_again(worker, message)

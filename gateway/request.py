@@ -32,7 +32,7 @@ from ..transfer.messages import (
     Reserved,
 )
 from ..transfer.sampling_params import SamplingParams
-from .api.errors import ApiError, failed, queue_full, too_long, unavailable
+from .api.errors import ApiError, bad_grammar, failed, queue_full, too_long, unavailable
 from .attempt import AttemptOver, RetryKind, ending
 from .choice import ChoiceState, Sink, Taken
 from .dispatch import Dispatcher, NoWorkers, Overloaded, Placement, PromptTooLong, Wanted
@@ -71,6 +71,7 @@ class Job:
     priority: int = 0
     first_choice: int = 0  # number of its choice 0 among all choices of the HTTP request
     client: str = ""  # whose it is, for fairness
+    grammar_field: str = ""  # of the HTTP request, where its grammar came from
 
 
 class Request:
@@ -87,6 +88,7 @@ class Request:
     ) -> None:
         self.id = dispatcher.new_request_id()
         self.job = job
+        self.model = dispatcher.model
         self.state = State.QUEUED
         self.attempt = 0
         self.cached_tokens = 0
@@ -168,8 +170,7 @@ class Request:
         except Overloaded as over:
             raise unavailable(f"Too busy: {over}.", "overloaded", over.retry_after_s) from None
         except NoWorkers:
-            model = self._dispatcher.model
-            raise unavailable(f"No worker that could serve {model!r:.200} is up.", "no_worker") from None
+            raise unavailable(f"No worker that could serve {self.model!r:.200} is up.", "no_worker") from None
         except PromptTooLong as error:
             raise too_long(str(error)) from None
         except TimeoutError:
@@ -276,11 +277,16 @@ class Request:
             case Busy():
                 self._pool.mark_busy(worker)
                 raise AttemptOver("busy", event.reason)
+            case Failed(reason="no_link") if place.prefill is not None and from_prefill:
+                place.prefill.unlinked.add(place.decode.id)
+                raise AttemptOver("busy", event.detail)
             case Failed(reason="gone") if place.prefill_leg is not None and from_prefill:
                 # Decode let go of it, and says why itself: its word is the true cause.
                 place.prefill_leg.must_be_listed = False
             case Failed(reason="too_long"):
                 raise too_long(event.detail)
+            case Failed(reason="bad_grammar"):
+                raise bad_grammar(self.job.grammar_field, event.detail)
             case _:
                 raise ending(event, worker, from_prefill)
 

@@ -153,7 +153,9 @@ def build_app(
             objectives=Objectives(config.ttft_slo_s, config.tpot_slo_s),
         )
         limits = LimitsInForce(pool, name, config.max_model_lens.get(name))
-        return ServedModel(model.identity, model.tokenizer, model.eos_token_ids, limits, dispatcher, metrics.of(name))
+        return ServedModel(
+            model.identity, model.tokenizer, model.eos_token_ids, limits, dispatcher, metrics.of(name)
+        )
 
     models = Models([served(model) for model in loaded], config.aliases)
     frontend = Frontend(

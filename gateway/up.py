@@ -124,7 +124,9 @@ async def wait_until_ready(config: UpConfig, host: str, port: int, pause: Callab
         await _wait_for_gateway(config, host, port + number, pause)
 
 
-async def _wait_for_gateway(config: UpConfig, host: str, port: int, pause: Callable[[float], Awaitable[bool]]) -> None:
+async def _wait_for_gateway(
+    config: UpConfig, host: str, port: int, pause: Callable[[float], Awaitable[bool]]
+) -> None:
     while await pause(POLL_INTERVAL_S):
         if await asyncio.to_thread(_get_json, host, port, "/ready") is None:
             continue

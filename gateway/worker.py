@@ -99,6 +99,7 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     dismissed: bool = False  # it was sent Drain: nothing more is placed on it
     told_at: float = 0.0  # when it was sent Peers or Drain last
+    unlinked: set[str] = field(default_factory=set)  # decode workers it had no link to after all, since its last word
     cut_off_at: float | None = None  # since when its connection is gone, while it may still come back
 
     @property
@@ -156,6 +157,8 @@ class Worker:
         return self.heartbeat.links if self.heartbeat else []
 
     def is_linked_to(self, decode: Worker) -> bool:
+        if decode.id in self.unlinked:
+            return False
         return any(link.worker == decode.id and link.state == "linked" for link in self.links())
 
 

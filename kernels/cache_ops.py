@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention_native import library_for
+
 
 def write_kv(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
@@ -19,6 +21,14 @@ def write_kv(
     slots: Tensor,  # [num_tokens] int64
 ) -> None:
     """Store the KV of a step's tokens at their slots. Slots must be distinct."""
+    library = library_for(k, k_cache, v_cache) if v.dtype == k.dtype else None
+    if library is not None and all(part.stride()[1:] == (part.shape[2], 1) for part in (k, v)):
+        for cache, part in ((k_cache, k), (v_cache, v)):
+            row_bytes = 4 * cache.shape[2] * cache.shape[3]
+            library.pd_scatter_rows(
+                cache.data_ptr(), part.data_ptr(), 4 * part.stride(0), slots.data_ptr(), len(slots), row_bytes
+            )
+        return
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v)
 

@@ -37,9 +37,15 @@ COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 120.0
 MAX_REASON_CHARS = 300
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-SIGNATURES: dict[str, tuple[type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float], ...]] = {
-    "pd_linear": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT),
+_Type = type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float]
+_TYPES: dict[str, _Type] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+SIGNATURES = {  # a letter for every argument
+    "pd_linear": "pipppipiiii",
+    "pd_attention_inputs": "ppppippi",
+    "pd_attention_outputs": "pppppi",
+    "pd_gated_mlp": "ppppi",
+    "pd_decode_attention": "pippipppiiiiiififppp",
+    "pd_scatter_rows": "ppipii",
 }
 
 
@@ -68,9 +74,9 @@ def open_library(level: str) -> ctypes.CDLL:
     path = _build(level)
     try:
         library = ctypes.CDLL(str(path))
-        for name, arguments in SIGNATURES.items():
+        for name, letters in SIGNATURES.items():
             function = library[name]
-            function.argtypes = list(arguments)
+            function.argtypes = [_TYPES[letter] for letter in letters]
             function.restype = None
             setattr(library, name, function)
     except (OSError, AttributeError) as error:

@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from ..engine.block_pool import root_key
+from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
 from ..engine.metrics import WorkerMetrics
 from ..engine.runner import Chunk, Runner
@@ -65,9 +66,7 @@ class PrefillWorker:
         self._frames = FrameCounts()
         self._metrics = WorkerMetrics()
         worker = config.worker
-        self._scheduler = Scheduler(
-            engine.pool, PrefillLimits(worker.chunk_tokens, config.max_waiting), self._root_of
-        )
+        self._scheduler = Scheduler(engine.pool, PrefillLimits(worker.chunk_tokens, config.max_waiting), self._root_of)
         self._runner = Runner(engine.model, engine.cache, self._between_layers)
         self._members = Membership(
             self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s, worker.drain_timeout_s,
@@ -77,6 +76,7 @@ class PrefillWorker:
         self._peers = Peers(
             self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost, options
         )
+        self._grammars = Grammars(engine.tokenizer)
         self._inbox: deque[tuple[GatewayTie, Prefill]] = deque()
         self._pumped_at = 0.0
         self._incarnation = self._members.worker
@@ -115,6 +115,7 @@ class PrefillWorker:
         finally:
             self._members.close()
             self._peers.close()
+            self._grammars.close()
             self._context.destroy(linger=200)
 
     def _warm_up(self) -> None:
@@ -126,16 +127,20 @@ class PrefillWorker:
 
     def _receive(self) -> None:
         self._pump()
-        while self._inbox:
+        self._grammars.poll()
+        self._fail_grammars()
+        for _ in range(len(self._inbox)):
             tie, message = self._inbox.popleft()
             if self._members.owner.get((message.request, message.attempt)) is tie:
-                self._accept(message)
+                self._accept(tie, message)
 
     def _wait(self) -> None:
         """Sleep until a socket has something, or something is due."""
         poller = zmq.Poller()
         for socket in (*self._members.sockets, *self._peers.sockets):
             poller.register(socket, zmq.POLLIN)
+        if self._grammars.descriptor is not None:
+            poller.register(self._grammars.descriptor, zmq.POLLIN)
         poller.poll(IDLE_WAIT_MS)
 
     def _between_layers(self, layer: int) -> None:
@@ -191,7 +196,7 @@ class PrefillWorker:
 
     # --- prompts ---------------------------------------------------------------------------------------------
 
-    def _accept(self, message: Prefill) -> None:
+    def _accept(self, tie: GatewayTie, message: Prefill) -> None:
         key = message.request, message.attempt
         if self._scheduler.get(key) is not None:
             self._frames.drop("repeated")
@@ -206,11 +211,33 @@ class PrefillWorker:
         elif fault := self._fault(message):
             self._fail(key, "malformed", fault, retryable=False)
         elif reason := self._scheduler.refusal(message):
-            self._members.send(key, Busy(*key, reason))
-            self._members.owner.pop(key, None)
-        else:
+            self._refuse(key, reason)
+        elif self._has_grammar(tie, message):
             outgoing = Outgoing(*key, message.reservation, message.held_tokens, link, self._layout)
             self._scheduler.add(message, outgoing, time.monotonic())
+
+    def _has_grammar(self, tie: GatewayTie, message: Prefill) -> bool:
+        """Whether sampling will be possible. A prompt whose grammar is being compiled waits in the inbox."""
+        key = message.request, message.attempt
+        try:
+            if message.params.grammar is None or self._grammars.want(key, message.params.grammar):
+                return True
+            self._inbox.append((tie, message))
+        except GrammarRefused as error:
+            self._fail(key, BAD_GRAMMAR, str(error), retryable=False)
+        except GrammarsFull as error:
+            self._refuse(key, str(error))
+        return False
+
+    def _refuse(self, key: Key, why: str) -> None:
+        """Not now: the gateway may try elsewhere."""
+        self._members.send(key, Busy(*key, why))
+        self._members.owner.pop(key, None)
+
+    def _fail_grammars(self) -> None:
+        """End the attempts whose grammar cannot be followed any further."""
+        for failure in self._grammars.take_failures():
+            self._fail(failure.key, failure.reason, failure.detail, retryable=failure.retryable)
 
     def _fault(self, message: Prefill) -> str:
         """What makes the message senseless; empty if nothing does."""
@@ -225,6 +252,7 @@ class PrefillWorker:
     def _drop(self, key: Key) -> None:
         """Let go of an attempt, whatever it is doing."""
         self._members.owner.pop(key, None)
+        self._grammars.forget(key)
         if self._scheduler.drop(key) is not None:
             self._members.hasten_heartbeat()
 
@@ -247,7 +275,8 @@ class PrefillWorker:
                 pass  # it lists what it waits for; what it does not want it answers with Gone
 
     def _live_on(self, link: PeerLink) -> list[Key]:
-        return [p.key for p in self._scheduler if p.outgoing.link is link]
+        waiting = [(m.request, m.attempt) for _, m in self._inbox if m.decode == link.peer.worker]
+        return [p.key for p in self._scheduler if p.outgoing.link is link] + waiting
 
     # --- one step --------------------------------------------------------------------------------------------
 
@@ -255,6 +284,10 @@ class PrefillWorker:
         started = time.monotonic()
         self._step = batch
         chunks = [_chunk(work) for work in batch]
+        sampling = [w.prompt.message for w in batch if w.samples]
+        self._grammars.ask(
+            [Row((m.request, m.attempt), m.choice, m.output) for m in sampling if m.params.grammar is not None]
+        )
         try:
             logits = self._runner.forward(chunks)
             scores = list(score_prompts(self._runner, chunks, self._look_up))
@@ -268,9 +301,12 @@ class PrefillWorker:
             if work.prompt.state is State.COMPUTING:
                 self._scheduler.computed(work)
                 self._send_scores(work, entries)
+        masks = self._grammars.collect(self._pump)
+        self._fail_grammars()
         for row, work in enumerate(w for w in batch if w.samples):
-            if work.prompt.state is State.COMPUTING:
-                self._finish(work.prompt, logits[row : row + 1])
+            prompt = work.prompt
+            if prompt.state is State.COMPUTING:
+                self._finish(prompt, logits[row : row + 1], masks.get((prompt.key, prompt.message.choice)))
 
     def _send_scores(self, work: Work, entries: list[TokenLogprobs] | None) -> None:
         """What the step said of the prompt's own tokens; None when that is not finite."""
@@ -284,14 +320,14 @@ class PrefillWorker:
         prompt.outgoing.abort("logits are not finite")
         self._fail(prompt.key, "nan_logits", "the model produced logits that are not finite", retryable=False)
 
-    def _finish(self, prompt: Prompt, logits: torch.Tensor) -> None:
+    def _finish(self, prompt: Prompt, logits: torch.Tensor, mask: bytes | None) -> None:
         """The prompt is computed: sample the next token of every choice, tell the gateway, hand over to decode.
 
-        `logits`: [1, vocab] of the prompt's last token.
+        `logits`: [1, vocab] of the prompt's last token. `mask`: of its grammar, if it has one.
         """
         message = prompt.message
         choices = range(message.choice, message.choice + message.num_choices)
-        rows = [SampleRow(message.params, message.prompt, message.output, choice) for choice in choices]
+        rows = [SampleRow(message.params, message.prompt, message.output, choice, mask) for choice in choices]
         spread = logits.expand(len(rows), -1)
         tokens = sample(spread, rows, self._engine.model.eos_token_ids)
         if NOT_FINITE in tokens:

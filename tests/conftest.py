@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Before anything imports torch or huggingface_hub; child processes inherit both.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,3 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
+
+SYSTEM = Path(__file__).parent / "system"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole systems are started first and one after the other, by one runner, while the other does the rest."""
+    items.sort(key=lambda item: SYSTEM not in item.path.parents)
+    for item in items:
+        if SYSTEM in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("system"))

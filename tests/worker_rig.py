@@ -59,6 +59,7 @@ class Rig:
         self.first_index: dict[tuple[str, int], int] = {}  # of attempts that go on from tokens they were given
         self.accepting = True
         self.knocks: set[str] = set()  # socket identities that asked in vain
+        self.engine = engine  # (number of blocks, block size) → what the next worker runs
         self.workers: list[tuple[DecodeWorker | PrefillWorker, threading.Thread]] = []
         self._seq = 0
         self._beat_at = 0.0
@@ -92,7 +93,7 @@ class Rig:
             self._flags(name, 16, death_bound_s, link), f"ipc://{self.directory}/{name}.b", f"ipc://{self.directory}/{name}.c",
             transfer_deadline_s=deadline_s, **change,
         )  # fmt: skip
-        self._start(DecodeWorker(config, engine(num_blocks, block_size), "here"))
+        self._start(DecodeWorker(config, self.engine(num_blocks, block_size), "here"))
         return self.wait_registered(name)
 
     def start_prefill(
@@ -106,7 +107,7 @@ class Rig:
     ) -> str:
         name = f"prefill-{len(self.workers)}"
         config = PrefillConfig(self._flags(name, chunk_tokens, death_bound_s, link, ring_bytes))
-        self._start(PrefillWorker(config, engine(num_blocks, block_size), "here"))
+        self._start(PrefillWorker(config, self.engine(num_blocks, block_size), "here"))
         return self.wait_registered(name)
 
     def wait_registered(self, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -20,10 +21,23 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 @dataclass(frozen=True, config=CLOSED)
 class Grammar:
     """What a choice's text must match: JSON, a JSON schema, a regular expression, or an EBNF grammar (root rule
-    `root`). `text` is the schema, expression or grammar; it is empty for `json`, any JSON value that is an object."""
+    `root`). `text` is the schema, expression or grammar; it is empty for `json`, any JSON value that is an object.
+
+    Behind reasoning: with `after` all tokens up to the first one of that id are free. With `opening`, too, they are
+    free only where `opening` is the very first token, which may be chosen beside what the grammar allows there.
+    """
 
     kind: Literal["json", "json_schema", "regex", "ebnf"]
     text: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+    after: Token | None = None
+    opening: Token | None = None
+
+    def start(self, output: Sequence[int]) -> int | None:
+        """How many of a choice's tokens come before those that it is about; None while it is not in force."""
+        opened = self.opening is None or (bool(output) and output[0] == self.opening)
+        if self.after is None or not opened:
+            return 0
+        return output.index(self.after) + 1 if self.after in output else None
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...transfer.sampling_params import Grammar
+from ...transfer.sampling_params import Grammar, SamplingParams
 from .chat_messages import template_messages
 from .chat_output import OutputFormat
-from .errors import ApiError, invalid, not_supported
+from .errors import invalid, not_supported
 from .openai_api import ChatRequest
 from .parsed_request import ParsedRequest
 from .reasoning import CLOSING, OPENING, Opened, opened_by_prompt
@@ -26,19 +26,37 @@ class Chat:
     prompt: list[int]
     output: OutputFormat
     grammar: Grammar | None
+    opening: int | None  # token ids of the markers around reasoning; None: the vocabulary has no such token
+    closing: int | None
 
     def applied_to(self, parsed: ParsedRequest) -> ParsedRequest:
         """Raises ApiError 400 when the request's fields exclude each other."""
-        params = parsed.params
-        if self.grammar is not None:
+        params, grammar_field = parsed.params, parsed.grammar_field
+        of_content = grammar_field.startswith("response_format")  # the guided_ fields are about all of the answer
+        if self.grammar is not None and grammar_field and not of_content:
+            raise invalid(f"{grammar_field} cannot be met by an answer that must call a tool.", grammar_field)
+        if self.grammar is not None:  # an answer that is nothing but calls has no content to be of a format
             params = tuple(replace(one, grammar=self.grammar) for one in params)
-        grammar = params[0].grammar
-        if grammar is not None and self.grammar is None and self.output.calling is not None:
-            raise not_supported("response_format", "A required answer format beside tools that may be called")
-        if grammar is not None and self.output.reasoning == "yes":
-            raise self._grammar_and_reasoning()
+            grammar_field = "tools"
+        elif of_content and self.output.calling is not None:
+            raise not_supported(grammar_field, "A required answer format beside tools that may be called")
+        if grammar_field and self.output.reasoning is not None:
+            params = tuple(self._behind_reasoning(one, grammar_field) for one in params)
         text = replace(parsed.text, markers=self._markers())
-        return replace(parsed, params=params, text=text, output=self.output)
+        return replace(parsed, params=params, text=text, output=self.output, grammar_field=grammar_field)
+
+    def _behind_reasoning(self, params: SamplingParams, grammar_field: str) -> SamplingParams:
+        """The grammar is about what follows the reasoning. Where that cannot be told apart by tokens there is none."""
+        assert params.grammar is not None
+        match self.output.reasoning:
+            case "yes" if self.closing is None:
+                raise not_supported(grammar_field, f"A required answer format where {CLOSING} is no single token")
+            case "yes":
+                return replace(params, grammar=replace(params.grammar, after=self.closing))
+            case "maybe" if self.opening is not None and self.closing is not None:
+                return replace(params, grammar=replace(params.grammar, after=self.closing, opening=self.opening))
+            case _:
+                return params
 
     def _markers(self) -> tuple[str, ...]:
         """Special tokens that must stay in the text, or nobody would see what they mark."""
@@ -46,10 +64,6 @@ class Chat:
         calling = self.output.calling
         form = FORMATS[calling.parser] if calling is not None and calling.mode == "auto" else None
         return (*reasoning, *(filter(None, (form.opening, form.closing)) if form else ()))
-
-    def _grammar_and_reasoning(self) -> ApiError:
-        what = "A required answer format (or call) while the model reasons"
-        return not_supported("tool_choice" if self.grammar is not None else "response_format", what)
 
 
 def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> Chat:
@@ -74,7 +88,9 @@ def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_specia
     reasoning = None
     if tokenizer.style.reasoning_parser == "think":
         reasoning = _opened(prompt, tokenizer, request.continue_final_message)
-    return Chat(prompt, OutputFormat(calling, reasoning), grammar_of(calling, functions) if calling else None)
+    grammar = grammar_of(calling, functions) if calling else None
+    opening, closing = tokenizer.token_id(OPENING), tokenizer.token_id(CLOSING)
+    return Chat(prompt, OutputFormat(calling, reasoning), grammar, opening, closing)
 
 
 def tool_parser(tokenizer: Tokenizer) -> ToolParserName:

@@ -66,6 +66,11 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(math.ceil(seconds), 1))}
 
 
+def bad_grammar(field: str, detail: str) -> ApiError:
+    """400: `field` asks for texts that a worker cannot hold an answer to."""
+    return invalid(f"{field}: {detail}", field or None, "bad_grammar")
+
+
 def too_long(detail: str) -> ApiError:
     """400: it could never fit, as a worker says."""
     return invalid(f"The request is too long: {detail}.", None, "context_length_exceeded")

@@ -14,6 +14,7 @@ from pydantic.config import JsonDict, JsonValue
 from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 
 from ...transfer.sampling_params import MAX_LOGPROBS
+from .structured import StructuredFields
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -59,7 +60,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Flag | None = None
 
 
-class CommonRequest(BaseModel):
+class CommonRequest(StructuredFields):
     """What both endpoints share. The second half are extensions that serving engines agree on."""
 
     model_config = ConfigDict(protected_namespaces=())
@@ -94,12 +95,6 @@ class CommonRequest(BaseModel):
 
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    response_format: NotYet = None
-    structured_outputs: NotYet = None
-    guided_json: NotYet = None
-    guided_regex: NotYet = None
-    guided_choice: NotYet = None
-    guided_grammar: NotYet = None
     use_beam_search: NotYet = None
 
 

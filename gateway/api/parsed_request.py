@@ -35,6 +35,7 @@ class ParsedRequest:
     `output` says how the text of a chat's choices is to be read.
     `logprobs`, `prompt_logprobs`: how many likeliest tokens the response names beside each; None: no such member.
     `best_of` choices are sampled for each prompt, and the `n` likeliest shown.
+    `grammar_field` is the field that asked for `params`' grammar ("" when there is none).
     `include_usage` and `continuous_usage` concern streams only.
     """
 
@@ -51,6 +52,7 @@ class ParsedRequest:
     echo_texts: tuple[str, ...]
     cache_salt: str
     priority: int
+    grammar_field: str = ""
     max_tokens_given: bool = True  # else the client leaves the length of the answer to the model
     output: OutputFormat = ONLY_CONTENT
     logprobs: int | None = None

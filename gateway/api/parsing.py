@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ...transfer.sampling_params import SamplingParams
+from ...transfer.sampling_params import Grammar, SamplingParams
 from .chat_messages import message_text
 from .chat_request import parse_chat_request
 from .errors import ApiError, invalid, model_not_found, not_supported
 from .json_body import load_object
 from .openai_api import INT32, MAX_PROMPTS, TAG, ChatRequest, CommonRequest, CompletionRequest
 from .parsed_request import Kind, ModelLimits, ParsedRequest
+from .structured import grammar_of
 from .text import TextOptions, Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -31,12 +32,6 @@ Request = TypeVar("Request", bound=BaseModel)
 
 # Fields of the API that are refused unless their value asks for nothing.
 _NOT_YET: dict[str, Callable[[Any], bool]] = {
-    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
-    "structured_outputs": lambda value: False,
-    "guided_json": lambda value: False,
-    "guided_regex": lambda value: False,
-    "guided_choice": lambda value: False,
-    "guided_grammar": lambda value: False,
     "use_beam_search": lambda value: value is False,
     "suffix": lambda value: value == "",
     "modalities": lambda value: value == ["text"],
@@ -208,12 +203,15 @@ def _parsed(
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     logit_bias = _logit_bias(request, tokenizer)
     check_tokens(request.stop_token_ids, tokenizer, "stop_token_ids")
+    grammar, grammar_field = grammar_of(request)
     return ParsedRequest(
         kind=kind,
         model=request.model,
         prompts=tuple(map(tuple, prompts)),
         n=request.n,
-        params=tuple(_sampling_params(request, limit, logit_bias, likelihoods, tokenizer) for limit in max_tokens),
+        params=tuple(
+            _sampling_params(request, limit, logit_bias, likelihoods, tokenizer, grammar) for limit in max_tokens
+        ),
         text=TextOptions(
             stop=tuple(dict.fromkeys(stops)),
             include_stop=request.include_stop_str_in_output,
@@ -230,6 +228,7 @@ def _parsed(
         logprobs=likelihoods.logprobs,
         prompt_logprobs=likelihoods.prompt_logprobs,
         best_of=likelihoods.best_of,
+        grammar_field=grammar_field,
     )
 
 
@@ -239,6 +238,7 @@ def _sampling_params(
     logit_bias: dict[int, float],
     likelihoods: Likelihoods,
     tokenizer: Tokenizer,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     if request.min_tokens > max_tokens:
         raise invalid(
@@ -261,6 +261,7 @@ def _sampling_params(
         stop_token_ids=request.stop_token_ids,
         logprobs=likelihoods.of_tokens(request.n),
         prompt_logprobs=likelihoods.of_prompt,
+        grammar=grammar,
     )
 
 

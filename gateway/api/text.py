@@ -162,6 +162,11 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is exactly this in the vocabulary."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Each token's entry in the vocabulary; "" where the vocabulary has none."""
         return [self._backend.id_to_token(token) or "" for token in ids]

@@ -3,6 +3,7 @@
  * Every element is one dot product along K: LANES partial sums in the order of K, folded in a fixed order. The tile an
  * element happens to be in does not change that, so a row's bits never depend on the rows beside it or on their number.
  */
+#include "linear.h"
 #include "vector.h"
 
 #if LANES == 16
@@ -11,7 +12,6 @@
 #define MOST_ROWS 3 /* 12 of 16 */
 #endif
 #define COLS 4
-#define WIDE_COLS 8 /* of a single row, to have enough sums that do not wait for each other */
 #define BLOCK_BYTES (384 << 10) /* of x that are walked again and again: they should stay in L2 */
 
 typedef struct {
@@ -20,59 +20,104 @@ typedef struct {
     int64_t x_stride, residual_stride, y_stride, k;
 } Job;
 
-/* Elements [row .. row + rows) x [col .. col + cols). `fresh`: these weights are read for the first time, so the ones
- * behind them will be next. */
-INLINE void tile(const int rows, const int cols, const int fresh, const Job *job, int64_t row, int64_t col) {
-    const int64_t k = job->k;
-    const float *x = job->x + row * job->x_stride, *w = job->w + col * k;
-    vec sums[MOST_ROWS][WIDE_COLS];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) sums[r][c] = (vec){0};
+INLINE void finish(const Job *job, int64_t row, int64_t col, vec4 sums) {
+    if (job->bias) sums += load4(job->bias + col);
+    if (job->residual) sums += load4(job->residual + row * job->residual_stride + col);
+    store4(job->y + row * job->y_stride + col, sums);
+}
+
+/* Rows [row .. row + rows) of four columns. `fresh`: these weights are read for the first time, so the ones behind them
+ * will be next. Sums are variables, one by one: compilers leave an array of them in memory. */
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+INLINE void tile(const int rows, const int fresh, const Job *job, int64_t row, int64_t col) {
+    const int64_t k = job->k, stride = job->x_stride;
+    const float *x = job->x + row * stride, *w = job->w + col * k;
+#define DECLARE(r) vec sum##r##a = {0}, sum##r##b = {0}, sum##r##c = {0}, sum##r##d = {0};
+    EACH_ROW(DECLARE)
+#define ADD(r, input)                                                                                                \
+    if (rows > r) {                                                                                                  \
+        vec value = input;                                                                                           \
+        sum##r##a += value * a, sum##r##b += value * b, sum##r##c += value * c, sum##r##d += value * d;              \
+    }
+#define ADD_WHOLE(r) ADD(r, load(x + r * stride + i))
+#define ADD_PART(r) ADD(r, load_part(x + r * stride + i, k - i))
     int64_t i = 0;
     for (; i + LANES <= k; i += LANES) {
-        vec weights[WIDE_COLS];
-        for (int c = 0; c < cols; c++) {
-            weights[c] = load(w + c * k + i);
-            if (fresh) __builtin_prefetch(w + (c + cols) * k + i);
+        vec a = load(w + i), b = load(w + k + i), c = load(w + 2 * k + i), d = load(w + 3 * k + i);
+        if (fresh) {
+            __builtin_prefetch(w + COLS * k + i);
+            __builtin_prefetch(w + (COLS + 1) * k + i);
+            __builtin_prefetch(w + (COLS + 2) * k + i);
+            __builtin_prefetch(w + (COLS + 3) * k + i);
         }
-        for (int r = 0; r < rows; r++) {
-            vec input = load(x + r * job->x_stride + i);
-            for (int c = 0; c < cols; c++) sums[r][c] += input * weights[c];
-        }
+        EACH_ROW(ADD_WHOLE)
     }
-    if (i < k)
-        for (int c = 0; c < cols; c++) {
-            vec weight = load_part(w + c * k + i, k - i);
-            for (int r = 0; r < rows; r++) sums[r][c] += load_part(x + r * job->x_stride + i, k - i) * weight;
-        }
+    if (i < k) {
+        const int64_t left = k - i;
+        vec a = load_part(w + i, left), b = load_part(w + k + i, left);
+        vec c = load_part(w + 2 * k + i, left), d = load_part(w + 3 * k + i, left);
+        EACH_ROW(ADD_PART)
+    }
+    /* By way of memory: taking halves of the registers themselves makes GCC 12 keep the sums there all the time. */
+    vec kept[COLS * MOST_ROWS];
+#define KEEP(r)                                                                                                      \
+    if (rows > r) {                                                                                                  \
+        vec *mine = kept + COLS * r;                                                                                 \
+        mine[0] = sum##r##a, mine[1] = sum##r##b, mine[2] = sum##r##c, mine[3] = sum##r##d;                          \
+    }
+    EACH_ROW(KEEP)
+    __asm__("" : : "r"(kept) : "memory");
     for (int r = 0; r < rows; r++) {
-        float *y = job->y + (row + r) * job->y_stride + col;
-        const float *residual = job->residual ? job->residual + (row + r) * job->residual_stride + col : 0;
-        if (cols == 1) {
-            float sum = fold_sum(sums[r][0]);
-            if (job->bias) sum += job->bias[col];
-            if (residual) sum += residual[0];
-            y[0] = sum;
-            continue;
-        }
-        for (int c = 0; c < cols; c += 4) {
-            vec4 sum = fold_sums(sums[r][c], sums[r][c + 1], sums[r][c + 2], sums[r][c + 3]);
-            if (job->bias) sum += load4(job->bias + col + c);
-            if (residual) sum += load4(residual + c);
-            store4(y + c, sum);
-        }
+        const vec *mine = kept + COLS * r;
+        finish(job, row + r, col, fold_sums(mine[0], mine[1], mine[2], mine[3]));
     }
 }
 
-INLINE void tile_of(int64_t rows, const int cols, const int fresh, const Job *job, int64_t row, int64_t col) {
+/* One row of eight columns, so that there are enough sums which do not wait for each other. */
+INLINE void wide_tile(const Job *job, int64_t row, int64_t col) {
+    const int64_t k = job->k;
+    const float *x = job->x + row * job->x_stride, *w = job->w + col * k;
+    vec a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};
+#define ADD_COLUMN(sum, number, load_value)                                                                          \
+    sum += value * load_value(w + number * k + i);                                                                   \
+    __builtin_prefetch(w + (number + 8) * k + i);
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) {
+        vec value = load(x + i);
+        ADD_COLUMN(a, 0, load) ADD_COLUMN(b, 1, load) ADD_COLUMN(c, 2, load) ADD_COLUMN(d, 3, load)
+        ADD_COLUMN(e, 4, load) ADD_COLUMN(f, 5, load) ADD_COLUMN(g, 6, load) ADD_COLUMN(h, 7, load)
+    }
+    if (i < k) {
+        vec value = load_part(x + i, k - i);
+#define LEFT(from) load_part(from, k - i)
+        ADD_COLUMN(a, 0, LEFT) ADD_COLUMN(b, 1, LEFT) ADD_COLUMN(c, 2, LEFT) ADD_COLUMN(d, 3, LEFT)
+        ADD_COLUMN(e, 4, LEFT) ADD_COLUMN(f, 5, LEFT) ADD_COLUMN(g, 6, LEFT) ADD_COLUMN(h, 7, LEFT)
+    }
+    finish(job, row, col, fold_sums(a, b, c, d));
+    finish(job, row, col + 4, fold_sums(e, f, g, h));
+}
+
+static void single(const Job *job, int64_t row, int64_t col) {
+    const float *x = job->x + row * job->x_stride, *w = job->w + col * job->k;
+    vec sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= job->k; i += LANES) sums += load(x + i) * load(w + i);
+    if (i < job->k) sums += load_part(x + i, job->k - i) * load_part(w + i, job->k - i);
+    float sum = fold_sum(sums);
+    if (job->bias) sum += job->bias[col];
+    if (job->residual) sum += job->residual[row * job->residual_stride + col];
+    job->y[row * job->y_stride + col] = sum;
+}
+
+INLINE void tile_of(int64_t rows, const int fresh, const Job *job, int64_t row, int64_t col) {
     switch (rows) {
-    case 1: tile(1, cols, fresh, job, row, col); break;
-    case 2: tile(2, cols, fresh, job, row, col); break;
-    case 3: tile(3, cols, fresh, job, row, col); break;
+    case 1: tile(1, fresh, job, row, col); break;
+    case 2: tile(2, fresh, job, row, col); break;
+    case 3: tile(3, fresh, job, row, col); break;
 #if MOST_ROWS > 3
-    case 4: tile(4, cols, fresh, job, row, col); break;
-    case 5: tile(5, cols, fresh, job, row, col); break;
-    case 6: tile(6, cols, fresh, job, row, col); break;
+    case 4: tile(4, fresh, job, row, col); break;
+    case 5: tile(5, fresh, job, row, col); break;
+    case 6: tile(6, fresh, job, row, col); break;
 #endif
     }
 }
@@ -88,19 +133,19 @@ EXPORT void pd_linear(const float *x, int64_t x_stride, const float *w, const fl
         int64_t tiles = (end - first + MOST_ROWS - 1) / MOST_ROWS;
         int64_t col = 0;
         if (end - first == 1)
-            for (; col + WIDE_COLS <= outs; col += WIDE_COLS) tile(1, WIDE_COLS, 1, &job, first, col);
+            for (; col + 2 * COLS <= outs; col += 2 * COLS) wide_tile(&job, first, col);
         for (; col + COLS <= outs; col += COLS) {
             int64_t row = first;
             for (int64_t left = tiles; left > 0; left--) { /* tiles of nearly equal height */
                 int64_t rows_here = (end - row + left - 1) / left;
                 if (row == first)
-                    tile_of(rows_here, COLS, 1, &job, row, col);
+                    tile_of(rows_here, 1, &job, row, col);
                 else
-                    tile_of(rows_here, COLS, 0, &job, row, col);
+                    tile_of(rows_here, 0, &job, row, col);
                 row += rows_here;
             }
         }
         for (; col < outs; col++)
-            for (int64_t row = first; row < end; row++) tile(1, 1, 0, &job, row, col);
+            for (int64_t row = first; row < end; row++) single(&job, row, col);
     }
 }

@@ -4,6 +4,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -30,13 +33,33 @@ INLINE void store(float *to, vec value) { *(unaligned_vec *)to = value; }
 INLINE vec4 load4(const float *from) { return *(const unaligned_vec4 *)from; }
 INLINE void store4(float *to, vec4 value) { *(unaligned_vec4 *)to = value; }
 
-/* The first `count` floats, zeros behind them. */
+/* The first `count` floats (1 to LANES - 1), zeros behind them. No call of memcpy: it would push every sum out of its
+ * register in the loop before. */
+#if LANES == 16
 INLINE vec load_part(const float *from, int64_t count) {
-    vec value = {0};
-    memcpy(&value, from, (size_t)count * sizeof(float));
-    return value;
+    return (vec)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
 }
-INLINE void store_part(float *to, vec value, int64_t count) { memcpy(to, &value, (size_t)count * sizeof(float)); }
+INLINE void store_part(float *to, vec value, int64_t count) {
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)value);
+}
+#elif LANES == 8
+INLINE __m256i first_lanes(int64_t count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+INLINE vec load_part(const float *from, int64_t count) { return (vec)_mm256_maskload_ps(from, first_lanes(count)); }
+INLINE void store_part(float *to, vec value, int64_t count) {
+    _mm256_maskstore_ps(to, first_lanes(count), (__m256)value);
+}
+#else
+INLINE vec load_part(const float *from, int64_t count) {
+    return (vec){from[0], count > 1 ? from[1] : 0, count > 2 ? from[2] : 0, 0};
+}
+INLINE void store_part(float *to, vec value, int64_t count) {
+    to[0] = value[0];
+    if (count > 1) to[1] = value[1];
+    if (count > 2) to[2] = value[2];
+}
+#endif
 INLINE vec splat(float value) { return value - (vec){0}; }
 
 /* Lanes folded in halves down to four, always in the same order. */
@@ -75,6 +98,32 @@ INLINE vec4 fold_sums(vec first, vec second, vec third, vec fourth) {
     vec4 ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
     vec4 cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+}
+
+INLINE vec larger(vec a, vec b) { /* b where either is NaN */
+    ivec mask = a > b;
+    return (vec)(((ivec)a & mask) | ((ivec)b & ~mask));
+}
+INLINE vec smaller(vec a, vec b) { /* b where either is NaN */
+    ivec mask = a < b;
+    return (vec)(((ivec)a & mask) | ((ivec)b & ~mask));
+}
+
+/* e^x to a few units in the last place; x beyond [-87, 88] counts as the bound, NaN stays NaN. */
+INLINE vec exponential(vec x) {
+    const float rounder = 12582912.0f; /* 1.5 * 2^23: adding it leaves no bits behind the point */
+    x = smaller(splat(88.0f), larger(splat(-87.0f), x));
+    vec n = (x * 1.44269504f + rounder) - rounder;
+    vec r = x - n * 0.693145752f; /* ln 2, in a part with trailing zeros and the rest */
+    r = r - n * 1.42860677e-6f;
+    vec sum = r * (1.0f / 5040) + 1.0f / 720;
+    sum = sum * r + 1.0f / 120;
+    sum = sum * r + 1.0f / 24;
+    sum = sum * r + 1.0f / 6;
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1.0f;
+    sum = sum * r + 1.0f;
+    return sum * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
 #endif

@@ -8,6 +8,7 @@ from pdserve.decode.scheduler import DecodeLimits, Plan, Scheduler
 from pdserve.decode.sequence import Sequence, State
 from pdserve.decode.stepper import Stepper
 from pdserve.engine.block_pool import BlockPool, root_key
+from pdserve.engine.grammar import Grammars
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model import LoadedModel
 from pdserve.engine.setup import Engine
@@ -41,7 +42,7 @@ class Decoder:
         self.engine = engine
         limits = DecodeLimits(preemption=preemption)
         self.scheduler = Scheduler(engine.pool, limits, lambda salt: root_key("m", salt), frozenset(), swap)
-        self.stepper = Stepper(engine, swap, DecodeMetrics(), lambda: None)
+        self.stepper = Stepper(engine, swap, DecodeMetrics(), lambda: None, Grammars(None))
         self.every = every
         self.text: dict[tuple[str, int], list[int]] = {}
         self.swaps = self.recomputes = 0

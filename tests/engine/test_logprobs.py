@@ -19,7 +19,8 @@ HEADS = ("llama", "gemma2", "granite", "cohere2", "gpt2", "gpt-neox", "llama4") 
 
 
 def row(logprobs: int | None, **fields: object) -> SampleRow:
-    return SampleRow(SamplingParams(max_tokens=9, seed=3, logprobs=logprobs, **fields), [1, 2], [], 0)  # type: ignore[arg-type]
+    mask = fields.pop("mask", None)
+    return SampleRow(SamplingParams(max_tokens=9, seed=3, logprobs=logprobs, **fields), [1, 2], [], 0, mask)  # type: ignore[arg-type]
 
 
 def assert_says(entry: TokenLogprobs, logits: torch.Tensor, token: int, top: int) -> None:
@@ -34,12 +35,17 @@ def assert_says(entry: TokenLogprobs, logits: torch.Tensor, token: int, top: int
 
 def test_rows_that_ask_get_the_raw_log_softmax_whatever_is_done_to_their_logits() -> None:
     torch.manual_seed(1)
-    logits = torch.randn(4, 50) * 3
-    rows = [row(None), row(3, temperature=0.3, logit_bias={7: 50.0}), row(0, repetition_penalty=2.0), row(None)]
+    logits = torch.randn(5, 50) * 3
+    rows = [
+        row(None), row(3, temperature=0.3, logit_bias={7: 50.0}), row(0, repetition_penalty=2.0), row(None),
+        row(2, mask=bytes([0, 1 << 5, 0, 0, 0, 0, 0])),
+    ]  # fmt: skip
     tokens = sample(logits, rows, frozenset({0}))
-    first, biased, bare, last = sampled_logprobs(logits, rows, tokens)
+    first, biased, bare, last, constrained = sampled_logprobs(logits, rows, tokens)
     assert (first, last) == (None, None)
-    assert tokens[1] == 7
+    assert (tokens[1], tokens[4]) == (7, 13)
+    assert constrained is not None
+    assert_says(constrained, logits[4], 13, 2)
     assert biased is not None
     assert bare is not None
     assert_says(biased, logits[1], 7, 3)

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from multiprocessing import get_context
 from pathlib import Path
@@ -93,6 +93,26 @@ def parting(model: Any, prefix: Sequence[int]) -> Parting:
     return Parting(int(best), first - second)
 
 
+@dataclass(frozen=True)
+class Score:
+    """What the reference thinks of one token behind a prefix: natural log probabilities, rank from 1 on."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]  # the likeliest, best first
+    top_logprobs: list[float]
+
+
+def scores(model: Any, tokens: Sequence[int], top: int) -> list[Score]:
+    with torch.inference_mode():
+        rows = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].double().log_softmax(-1)
+    found = []
+    for row, token in zip(rows, tokens[1:], strict=False):
+        values, ids = row.topk(top)
+        found.append(Score(row[token].item(), 1 + int((row > row[token]).sum()), ids.tolist(), values.tolist()))
+    return found
+
+
 class Reference:
     """Reference outputs of one model. The model is loaded only when something is not on disk yet."""
 
@@ -110,9 +130,9 @@ class Reference:
         key = json.dumps([self._fingerprint, list(prompt), max_tokens, ignore_eos])
         return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
-    def _store(self, file: Path, tokens: list[int]) -> None:
+    def _store(self, file: Path, content: Any) -> None:
         draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(tokens))
+        draft.write_text(json.dumps(content))
         draft.replace(file)
 
     def output(self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
@@ -137,6 +157,15 @@ class Reference:
 
     def parting(self, prefix: Sequence[int]) -> Parting:
         return parting(self.model, prefix)
+
+
+    def scores(self, tokens: Sequence[int], top: int) -> list[Score]:
+        """What the reference says of tokens 1, 2, …, each behind those before it."""
+        key = json.dumps([self._fingerprint, "scores", list(tokens), top])
+        file = self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        if not file.exists():
+            self._store(file, [asdict(score) for score in scores(self.model, tokens, top)])
+        return [Score(**fields) for fields in json.loads(file.read_text())]
 
 
 def _one_thread() -> None:

@@ -19,6 +19,7 @@ from pdserve.transfer.messages import (
     Busy,
     Cancel,
     Drain,
+    Failed,
     Family,
     FirstTokens,
     GatewayHeartbeat,
@@ -28,12 +29,14 @@ from pdserve.transfer.messages import (
     Message,
     Peers,
     Prefill,
+    PromptLogprobs,
     Register,
     Registered,
     RegistrationDenied,
     Reserve,
     Reserved,
     Sample,
+    TokenLogprobs,
     Tokens,
     WorkerHeartbeat,
 )
@@ -50,6 +53,19 @@ def layout(fingerprint: str = FINGERPRINT, dtype: str = "float32") -> KVLayout:
 def token_at(position: int) -> int:
     """What every fake model puts at `position` of prompt + output: a letter, with the byte-level test tokenizer."""
     return 67 + position % 26
+
+
+def said(token: int) -> TokenLogprobs:
+    """What every fake model thinks of a token."""
+    return TokenLogprobs(-token / 100, 1, [(token, -token / 100)])
+
+
+def prompt_messages(request: str, attempt: int, prompt: list[int], leave_out: int = 0) -> list[PromptLogprobs]:
+    """The scores of a prompt, 16 tokens a message, without the first `leave_out` messages."""
+    parts = [(first, prompt[first : first + 16]) for first in range(1, len(prompt), 16)]
+    return [
+        PromptLogprobs(request, attempt, first, [said(token) for token in part]) for first, part in parts[leave_out:]
+    ]
 
 
 _numbers = itertools.count(1)
@@ -199,6 +215,10 @@ class FakeDecode(FakeWorker):
     def start(self, key: Key) -> None:
         """The KV is here (a handoff, in a real system)."""
         if key in self.live:
+            job = self.jobs[key]
+            if job.params.prompt_logprobs is not None and (self.local_always or job.local_prefill == "always"):
+                for message in prompt_messages(*key, job.prompt):
+                    self.dealer.send(message)
             self.started[key] = [list(output) for output in self.jobs[key].outputs]
 
     def step(self) -> None:
@@ -230,7 +250,8 @@ class FakeDecode(FakeWorker):
         if items:
             if self.backwards:
                 items = [item for item in reversed(items) for _ in range(2)]
-            self.dealer.send(Tokens(items))
+            asked = [at for at, item in enumerate(items) if self.jobs[item[:2]].params.logprobs is not None]
+            self.dealer.send(Tokens(items, {at: said(items[at][4]) for at in asked}))
 
 
 @dataclass(eq=False)
@@ -242,13 +263,19 @@ class FakePrefill(FakeWorker):
     answering: bool = True  # False: it takes the prompt and never gets to it
     handing_over: bool = True  # False: FirstTokens go out, the handoff does not
     busy_times: int = 0  # how many prompts to turn away first
+    no_link_times: int = 0  # how many prompts to refuse first, since the link to decode is not there after all
     cached_tokens: int = 0
+    leaving_out: int = 0  # messages of the next prompt's scores that are lost
 
     def handle(self, message: Message) -> None:
         super().handle(message)
         if not isinstance(message, Prefill):
             return
         key = message.request, message.attempt
+        if self.no_link_times > 0:
+            self.no_link_times -= 1
+            self.dealer.send(Failed(*key, "no_link", f"no link to {message.decode}", True))
+            return
         if self.busy_times > 0:
             self.busy_times -= 1
             self.dealer.send(Busy(*key, "full"))
@@ -258,7 +285,12 @@ class FakePrefill(FakeWorker):
             return
         index = len(message.output)
         first = [token_at(len(message.prompt) + index)] * message.num_choices
-        self.dealer.send(FirstTokens(*key, message.choice, index, first, self.cached_tokens, 0.0, 0.0))
+        if message.params.prompt_logprobs is not None:
+            for part in prompt_messages(*key, message.prompt, self.leaving_out):
+                self.dealer.send(part)
+            self.leaving_out = 0
+        logprobs = [said(token) for token in first] if message.params.logprobs is not None else []
+        self.dealer.send(FirstTokens(*key, message.choice, index, first, self.cached_tokens, 0.0, 0.0, logprobs))
         if self.handing_over:
             self.live.discard(key)
             for decode in self.decodes:

@@ -18,6 +18,7 @@ from pdserve.gateway.membership import ModelIdentity
 from pdserve.gateway.pool import Pool
 from pdserve.gateway.request import Job, Request
 from pdserve.gateway.router import POLICIES
+from pdserve.transfer.messages import TokenLogprobs
 from pdserve.transfer.sampling_params import SamplingParams
 from tests.gateway.fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
 
@@ -32,9 +33,16 @@ class Sink:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     stop_at: dict[int, int] = field(default_factory=dict)
+    prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (first choice, log probabilities)
+    logprobs: dict[int, list[object]] = field(default_factory=dict)
+
+    def prompt_logprobs(self, first_choice: int, entries: Sequence[TokenLogprobs]) -> None:
+        assert not self.tokens, "a prompt's own tokens come first"
+        self.prompts.append((first_choice, [entry.logprob for entry in entries]))
 
     def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
         assert choice not in self.finishes, "nothing may follow the end of a choice"
+        self.logprobs.setdefault(choice, []).append(logprobs)
         mine = self.tokens.setdefault(choice, [])
         mine.append(token)
         if finish:
@@ -94,9 +102,10 @@ class System:
     def request(
         self, *, prompt_tokens: int = 40, max_tokens: int = 10, n: int = 1, sink: Sink | None = None,
         eos: frozenset[int] = frozenset({0}), priority: int = 0, client: str = "",
+        logprobs: int | None = None, prompt_logprobs: int | None = None,
     ) -> tuple[Request, Sink]:  # fmt: skip
         sink = sink or Sink()
-        params = SamplingParams(max_tokens, seed=1)
+        params = SamplingParams(max_tokens, seed=1, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         job = Job(list(range(1, prompt_tokens + 1)), n, params, priority=priority, client=client)
         return Request(job, self.dispatcher, sink, Lifetime(), self, eos), sink
 

@@ -57,6 +57,7 @@ async def test_each_key_gets_in_under_its_own_name(client: httpx.AsyncClient) ->
 @pytest.mark.parametrize(
     "header",
     [None, "", "Bearer", "Bearer ", "Bearer no", f"Basic {ALICE}", ALICE, f"Bearer {ALICE}x", f"Bearer {ALICE[:-1]}"],
+    ids=["none", "empty", "scheme", "scheme and space", "other", "basic", "no scheme", "longer", "shorter"],
 )
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/models", "/metrics", "/pools", "/version", "/health/x", "//health"]

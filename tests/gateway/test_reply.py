@@ -19,7 +19,7 @@ from pdserve.gateway.api.parsing import parse_chat
 from pdserve.gateway.api.text import Tokenizer
 from pdserve.gateway.reply import Reply
 from pdserve.transfer.errors import ConfigError
-from pdserve.transfer.messages import Finish
+from pdserve.transfer.messages import Finish, TokenLogprobs
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream_options": {"include_usage": True}}
 LIMITS = ModelLimits(("m",), 100_000, 100_000)
@@ -42,25 +42,27 @@ def request_of(tokenizer: Tokenizer, output: OutputFormat | None = None, **field
     return replace(parsed, output=output) if output is not None else parsed
 
 
-def feed(reply: Reply, ids: list[int], finish: Finish, *, late: bool = False) -> int:
+def feed(
+    reply: Reply, ids: list[int], finish: Finish, *, late: bool = False, logprobs: TokenLogprobs | None = None
+) -> int:
     """The tokens of every choice, as far as they are wanted; how many were."""
     for number, token in enumerate(ids):
         last = number == len(ids) - 1
-        if reply.token(0, token, finish if last and not late else "") and not last:
+        if reply.token(0, token, finish if last and not late else "", logprobs) and not last:
             return number + 1
     if late:
         reply.late_finish(0, finish)
     return len(ids)
 
 
-def whole(tokenizer: Tokenizer, parsed: ParsedRequest, ids: list[int], finish: Finish = "stop", **how: bool) -> Any:
+def whole(tokenizer: Tokenizer, parsed: ParsedRequest, ids: list[int], finish: Finish = "stop", **how: Any) -> Any:
     reply = Reply(replace(parsed, stream=False), tokenizer)
     feed(reply, ids, finish, **how)
     return json.loads(reply.body())
 
 
 def streamed(
-    tokenizer: Tokenizer, parsed: ParsedRequest, ids: list[int], finish: Finish = "stop", **how: bool
+    tokenizer: Tokenizer, parsed: ParsedRequest, ids: list[int], finish: Finish = "stop", **how: Any
 ) -> list[Any]:
     reply = Reply(parsed, tokenizer)
     feed(reply, ids, finish, **how)
@@ -253,3 +255,17 @@ def test_a_choice_with_calls_still_has_all_its_token_ids(demo: Tokenizer) -> Non
     assert whole(demo, parsed, ids)["choices"][0]["token_ids"] == ids
     chunks = streamed(demo, parsed, ids)[:-1]
     assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())] == ids
+
+
+def test_a_choice_with_calls_and_reasoning_has_the_log_probabilities_of_all_its_tokens(demo: Tokenizer) -> None:
+    parsed = request_of(demo, OutputFormat(AUTO, "maybe"), logprobs=True)
+    ids = demo.encode(f"<think>why</think>{CALLS}")
+    one = TokenLogprobs(-0.5, 1, [])
+    (choice,) = whole(demo, parsed, ids, logprobs=one)["choices"]
+    assert len(choice["logprobs"]["content"]) == len(ids)
+    chunks = streamed(demo, parsed, ids, logprobs=one)[:-1]
+    said = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", ())]
+    assert said == choice["logprobs"]["content"]
+    assert bytes(byte for entry in said for byte in entry["bytes"]).decode() == demo.decode(
+        ids, skip_special_tokens=True
+    )

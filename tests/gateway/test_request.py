@@ -440,6 +440,17 @@ async def test_retries_are_bounded_and_the_last_cause_is_named(system: System) -
     assert system.retries == ["failed"] * 3
 
 
+async def test_pair_whose_link_is_not_there_after_all_is_not_tried_again_at_once(system: System) -> None:
+    decode, prefill = await system.pair()
+    prefill.no_link_times = 10
+    request, sink = system.request()
+    await request.run()
+    assert sink.tokens == {0: expected(40, 10)}
+    assert system.retries == ["busy"]
+    assert [reserve.prefill for reserve in decode.of(Reserve)] == [prefill.worker, ""], "decode computes it alone"
+    await system.linked(1)  # the next heartbeat decides anew
+
+
 async def test_revoked_reservations_do_not_use_up_the_retries(system: System) -> None:
     decode = system.decode(answering=False)
     await system.ready(1)

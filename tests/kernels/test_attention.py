@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from pdserve.kernels import attention_native
 from pdserve.kernels.attention import AttentionBatch, paged_attention
 from pdserve.kernels.attention_cpu import MIN_TILE_ROWS
 from pdserve.kernels.attention_reference import attend_by_definition, paged_attention_reference
+from pdserve.kernels.library import open_library
+from tests.kernels.conftest import RUNNABLE
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,16 @@ def expected(case: Case, inputs: Inputs) -> Tensor:
     )
 
 
+@pytest.fixture(params=[*RUNNABLE, "torch"], autouse=True)
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Single tokens in C, at every instruction set, or in torch."""
+    if request.param != "torch" and shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    library = None if request.param == "torch" else open_library(request.param)
+    monkeypatch.setattr(attention_native, "native", lambda: library)
+    return request.param
+
+
 TILE = MIN_TILE_ROWS
 CASES = {
     "plain": Case(),
@@ -120,6 +134,19 @@ CASES = {
         heads=6, kv_heads=2, k_head_dim=7, v_head_dim=9, block_size=3, window=6, softcap=2.0, sinks=True
     ),
     "whole-prompts": Case(query_lens=(13, 40), context_lens=(13, 40)),
+    "decode-of-many-lengths": Case(
+        heads=9,
+        kv_heads=3,
+        k_head_dim=64,
+        v_head_dim=64,
+        query_lens=(1,) * 7,
+        context_lens=(1, 3, 63, 64, 65, 130, 200),
+    ),
+    "decode-of-many-queries-a-head": Case(
+        heads=11, kv_heads=1, k_head_dim=40, v_head_dim=72, query_lens=(1, 1, 9, 1), context_lens=(70, 5, 90, 33)
+    ),
+    "decode-in-a-window": Case(window=67, sinks=True, query_lens=(1, 1, 1), context_lens=(66, 68, 300), block_size=3),
+    "decode-in-huge-blocks": Case(block_size=128, softcap=3.0, query_lens=(1, 1), context_lens=(129, 100)),
     "single-token-prompt": Case(query_lens=(1,), context_lens=(1,), block_size=32, sinks=True),
 }
 
@@ -165,8 +192,9 @@ def test_a_sequence_gives_the_same_bits_alone_and_beside_others(case: Case) -> N
         assert torch.equal(compute(case, inputs, alone, rows[i]), part)
 
 
-def test_where_the_blocks_lie_does_not_change_a_bit() -> None:
-    case = Case(query_lens=(5,), context_lens=(50,))
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_where_the_blocks_lie_does_not_change_a_bit(query_len: int) -> None:
+    case = Case(query_lens=(query_len,), context_lens=(150,))
     inputs = make(case)
     order = torch.randperm(len(inputs.k_cache), generator=torch.Generator().manual_seed(9))
     moved = Inputs(inputs.q, inputs.k_cache[order], inputs.v_cache[order], inputs.batch, None)
@@ -182,6 +210,28 @@ def test_layers_of_different_shapes_and_windows_share_a_step() -> None:
         inputs = make(case)  # from the same seed: other values, the same block tables
         assert torch.equal(inputs.batch.block_tables, batch.block_tables)
         assert torch.equal(compute(case, inputs, batch), compute(case, inputs))
+
+
+def test_queries_and_sinks_may_lie_in_any_order_in_memory() -> None:
+    case = Case(query_lens=(1, 1, 1), context_lens=(33, 29, 1), sinks=True)
+    inputs = make(case)
+    dense = compute(case, inputs)
+    wide = torch.randn(3, 9, 16)
+    wide[:, 2:6] = inputs.q
+    assert inputs.sinks is not None
+    inputs.sinks = torch.stack([inputs.sinks, inputs.sinks], dim=1)[:, 0]
+    for q in (wide[:, 2:6], inputs.q.transpose(1, 2).contiguous().transpose(1, 2)):
+        torch.testing.assert_close(compute(case, inputs, q=q), dense, rtol=0, atol=1e-6)
+
+
+def test_a_sequence_whose_kv_is_nan_spoils_no_other() -> None:
+    case = Case(query_lens=(1, 1, 1), context_lens=(33, 29, 70))
+    inputs = make(case)
+    whole = compute(case, inputs)
+    inputs.k_cache[inputs.batch.block_tables[1, 0]] = float("nan")
+    spoilt = compute(case, inputs)
+    assert spoilt[1].isnan().any()
+    assert torch.equal(spoilt[[0, 2]], whole[[0, 2]])
 
 
 def test_the_definition_equals_torchs_attention() -> None:

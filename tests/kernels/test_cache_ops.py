@@ -38,6 +38,20 @@ def test_written_tokens_are_found_at_their_slots_and_nowhere_else() -> None:
     assert int(k_cache.flatten(2).any(2).sum()) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_may_lie_in_any_order_in_memory_when_written(dtype: torch.dtype) -> None:
+    slots = torch.tensor([7, 0, 11])
+    k, v = torch.randn(3, 3, 5).to(dtype), torch.randn(3, 3, 7).to(dtype)
+    wide = torch.cat([k, torch.zeros(3, 4, 5, dtype=dtype)], dim=1)
+    expected = caches(4, 3, dtype)
+    write_kv(*expected, k, v, slots)
+    for other in (wide[:, :3], k.transpose(0, 1).contiguous().transpose(0, 1)):
+        found = caches(4, 3, dtype)
+        write_kv(*found, other, v, slots)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
 def test_a_slab_is_all_keys_then_all_values() -> None:
     k_cache, v_cache = caches(4, 2)
     slots = torch.tensor([5, 2, 3])

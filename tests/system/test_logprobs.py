@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from tests.exact.reference import Reference, demo_tokenizer
 from tests.system.harness import System
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.timeout(300, method="signal")
 TOLERANCE = 1e-4
 EMOJI = [{"role": "user", "content": "Write five emojis of animals, nothing else."}]
 PROMPT = "The capital of France is Paris. The capital of Italy is"
-
-
-def log_softmax(reference: Reference, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = reference.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits.double().log_softmax(-1)
 
 
 def ask(system: System, path: str, **body: Any) -> dict[str, Any]:
@@ -49,13 +42,13 @@ def assert_right_for_lm_eval(system: System, reference: Reference) -> None:
     answer = ask(system, "/v1/completions", prompt=prompts, **fields)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
         logprobs, tokens = choice["logprobs"], prompt + choice["token_ids"]
-        reference_rows = log_softmax(reference, tokens)
+        scores = reference.scores(tokens, 1)
         assert {len(column) for column in logprobs.values()} == {len(prompt) + 1}
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-        expected = [reference_rows[i - 1, tokens[i]].item() for i in range(1, len(tokens))]
+        expected = [score.logprob for score in scores]
         assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=TOLERANCE)
         best = [max(tops.values()) for tops in logprobs["top_logprobs"][1:]]
-        assert best == pytest.approx(reference_rows[:-1].max(-1).values.tolist(), abs=TOLERANCE)
+        assert best == pytest.approx([score.top_logprobs[0] for score in scores], abs=TOLERANCE)
         assert "".join(logprobs["tokens"]) == choice["text"] == demo_tokenizer().decode(tokens)
         places = zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
         assert all(choice["text"].startswith(token, offset) for offset, token in places)
@@ -71,16 +64,16 @@ def test_a_prompt_is_scored_alone_and_warm_caches_do_not_change_that(
     answer = ask(demo_system, "/v1/completions", prompt=prompt, **fields)
     (choice,) = answer["choices"]
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
-    rows = log_softmax(reference, prompt)
-    expected = [rows[i - 1, token].item() for i, token in enumerate(prompt) if i]
+    scores = reference.scores(prompt, 2)
+    expected = [score.logprob for score in scores]
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=TOLERANCE)
     assert choice["prompt_logprobs"][0] is None
-    for i, said in enumerate(choice["prompt_logprobs"][1:]):
-        own = said[str(prompt[i + 1])]
-        assert own["logprob"] == pytest.approx(expected[i], abs=TOLERANCE)
-        assert own["rank"] == 1 + int((rows[i] > rows[i, prompt[i + 1]]).sum())
-        assert set(said) >= {str(token) for token in rows[i].topk(2).indices.tolist()}
-        assert own["decoded_token"] == demo_tokenizer().decode([prompt[i + 1]])
+    for token, score, said in zip(prompt[1:], scores, choice["prompt_logprobs"][1:], strict=True):
+        own = said[str(token)]
+        assert own["logprob"] == pytest.approx(score.logprob, abs=TOLERANCE)
+        assert own["rank"] == score.rank
+        assert set(said) == {str(token), *map(str, score.top_ids)}
+        assert own["decoded_token"] == demo_tokenizer().decode([token])
 
 
 def test_a_chats_entries_are_the_references_and_their_bytes_are_the_text(
@@ -90,12 +83,12 @@ def test_a_chats_entries_are_the_references_and_their_bytes_are_the_text(
     answer = ask(demo_system, "/v1/chat/completions", messages=EMOJI, **fields)
     (choice,) = answer["choices"]
     content, tokens = choice["logprobs"]["content"], choice["token_ids"]
-    rows = log_softmax(reference, answer["prompt_token_ids"] + tokens)[len(answer["prompt_token_ids"]) - 1 :]
+    scores = reference.scores(answer["prompt_token_ids"] + tokens, 3)[len(answer["prompt_token_ids"]) - 1 :]
     assert len(content) == len(tokens)
-    for entry, row, token in zip(content, rows, tokens, strict=False):
-        assert entry["logprob"] == pytest.approx(row[token].item(), abs=TOLERANCE)
+    for entry, score in zip(content, scores, strict=True):
+        assert entry["logprob"] == pytest.approx(score.logprob, abs=TOLERANCE)
         tops = [other["logprob"] for other in entry["top_logprobs"]]
-        assert tops == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+        assert tops == pytest.approx(score.top_logprobs, abs=TOLERANCE)
     raw = b"".join(bytes(entry["bytes"] or []) for entry in content)
     assert raw.decode(errors="replace") == choice["message"]["content"]
     assert choice["logprobs"]["refusal"] is None

@@ -25,6 +25,7 @@ NUM_PROMPTS = 6
 USERS = [f"user-{i}" for i in range(12)]
 VERSIONS = ("v1", "v2")
 START_TIMEOUT_S = 120.0
+PAUSE_S = 0.1  # between two requests of the load: it shall not keep the new workers from starting
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Load:
 
     def _run(self) -> None:
         client = Client(self.site.gateway.url, "chat")
-        while not self._stop.is_set():
+        while not self._stop.wait(PAUSE_S):
             number = len(self.served) + len(self.wrong)
             try:
                 self.served.append(self.site.ask(client, number % NUM_PROMPTS, user=f"load-{number}"))

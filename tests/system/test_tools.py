@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -75,3 +76,25 @@ def test_a_conversation_goes_on_with_the_results_of_calls(client: openai.OpenAI,
     prompt = demo_tokenizer().decode(answer.prompt_token_ids)
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>' in prompt
     assert "<tool_response>\nsunny, 24 degrees\n</tool_response><|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_even_a_tiny_model_makes_the_call_that_is_named(client: openai.OpenAI, temperature: float) -> None:
+    named: Any = {"type": "function", "function": {"name": "time"}}
+    (choice,) = both(client, tools=TOOLS, tool_choice=named, temperature=temperature, max_tokens=40).choices
+    ((name, arguments),) = calls(choice)
+    assert (name, choice.finish_reason, choice.message.content) == ("time", "stop", None)
+    assert json.loads(arguments)["zone"] in ("UTC", "CET")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_even_a_tiny_model_calls_where_it_is_required(client: openai.OpenAI, parallel: bool) -> None:
+    answer = both(
+        client, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel, temperature=0, max_tokens=60, n=2
+    )
+    for choice in answer.choices:
+        made = calls(choice)
+        assert (choice.finish_reason, choice.message.content) in (("tool_calls", None), ("length", None))
+        assert len(made) == 1 or parallel
+        for name, arguments in made if choice.finish_reason == "tool_calls" else made[:-1]:
+            assert json.loads(arguments).keys() == {"city" if name == "weather" else "zone"}

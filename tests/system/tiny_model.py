@@ -54,8 +54,18 @@ def write_tiny_llama(
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(directory)
+    return write_tiny_tokenizer(directory)
+
+
+def write_tiny_tokenizer(directory: Path) -> Path:
     _tokenizer().save_pretrained(directory)
     return directory
+
+
+def tiny_tokens(text: str) -> list[int]:
+    """One token per byte of the text."""
+    ids: list[int] = _tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def load_tiny_llama(directory: Path) -> Any:

@@ -266,7 +266,7 @@ def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_n
     ids = tokenizer.encode('<think>why</think><pad>so[TOOL_CALLS][{"name": "time"}]</s>')[1:]
     reply = Reply(chat_with(tokenizer)(tools=TOOLS), tokenizer)
     for token in ids:
-        reply.token(0, token, "stop" if token == ids[-1] else "")
+        reply.token(0, token, "stop" if token == ids[-1] else "", None)
     (choice,) = json.loads(reply.body())["choices"]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("why", "so")
@@ -274,7 +274,7 @@ def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_n
     assert len(message["tool_calls"][0]["id"]) == 9
     plain = Reply(chat_with(Tokenizer(tmp_path))(), tokenizer)
     for token in ids:
-        plain.token(0, token, "stop" if token == ids[-1] else "")
+        plain.token(0, token, "stop" if token == ids[-1] else "", None)
     assert json.loads(plain.body())["choices"][0]["message"]["content"] == 'whyso[{"name": "time"}]'
 
 
@@ -295,6 +295,14 @@ def test_a_named_call_is_its_arguments(chat: Chat) -> None:
     assert chat(tools=TOOLS).params[0].grammar is None
 
 
+def test_an_answer_that_must_call_cannot_be_guided_otherwise(chat: Chat) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(tools=TOOLS, tool_choice="required", guided_regex="a")
+    assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+    assert chat(tools=TOOLS, tool_choice="required").grammar_field == "tools"
+    assert chat(tools=TOOLS, guided_regex="a").grammar_field == "guided_regex"
+
+
 def test_required_calls_are_an_array_or_a_single_object(chat: Chat) -> None:
     many = grammar(chat(tools=TOOLS, tool_choice="required"))
     assert (many["type"], many["minItems"]) == ("array", 1)
@@ -302,6 +310,38 @@ def test_required_calls_are_an_array_or_a_single_object(chat: Chat) -> None:
     assert one["anyOf"] == many["items"]["anyOf"]
     assert [call["properties"]["name"]["const"] for call in one["anyOf"]] == ["weather", "time"]
     assert one["$defs"]["weather"] == WEATHER["parameters"]
+
+
+def test_where_the_model_reasons_the_grammar_is_about_what_follows(
+    tokenizer_dirs: dict[str, Path], tmp_path: Path, templated: Callable[..., Tokenizer]
+) -> None:
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(str(tokenizer_dirs["byte_level"]))
+    hf.add_tokens(["<think>", "</think>"])
+    hf.chat_template = QWEN_LIKE
+    hf.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path, style=ChatStyle(reasoning_parser="think"))
+    begin, end = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    for effort, after, opening in (("high", end, None), (None, end, begin), ("none", None, None)):
+        for fields in ({"tools": TOOLS, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            (params,) = chat_with(tokenizer)(reasoning_effort=effort, **fields).params
+            assert params.grammar is not None
+            assert (params.grammar.after, params.grammar.opening) == (after, opening)
+    without = chat_with(templated(QWEN_LIKE, "auto", "think"))
+    assert without(tools=TOOLS, tool_choice="required").params[0].grammar.after is None  # type: ignore[union-attr]
+    with pytest.raises(ApiError, match="no single token") as refused:
+        without(reasoning_effort="high", tools=TOOLS, tool_choice="required")
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
+def test_a_required_format_beside_tools_is_refused_unless_the_answer_is_a_call(chat: Chat) -> None:
+    form = {"type": "json_object"}
+    with pytest.raises(ApiError) as refused:
+        chat(tools=TOOLS, response_format=form)
+    assert refused.value.param == "response_format"
+    assert grammar(chat(tools=TOOLS, tool_choice="required", response_format=form))["type"] == "array"
+    assert chat(tools=TOOLS, tool_choice="none", response_format=form).params[0].grammar is not None
 
 
 def test_references_within_parameters_still_lead_to_their_own_parts() -> None:

@@ -1,0 +1,204 @@
+/* Attention of single new tokens over a paged cache, float32, one thread: K and V are read once, where they lie.
+ *
+ * A context is walked in segments whose K and V fit L1: scores, then a softmax that is rescaled from segment to
+ * segment, then the sum of V. All queries that share a KV head take their part while it is there. The order depends on
+ * token numbers only, so neither the neighbours nor the places of the blocks change a bit.
+ */
+#include "vector.h"
+
+#include <math.h>
+
+#define SEGMENT 64 /* tokens */
+#define GROUP 4    /* queries at a time */
+#if LANES == 16
+#define WIDTH 4 /* vectors of V at a time: with GROUP, 16 of 32 registers hold sums */
+#else
+#define WIDTH 2 /* 8 of 16 */
+#endif
+
+/* Where the tokens of a segment have their K and V, all heads of it. */
+typedef struct {
+    int64_t tokens;
+    const float *keys[SEGMENT], *values[SEGMENT];
+} Segment;
+
+/* Scores of `tokens` rows of K with `group` queries. q [group, dim], scores [group][SEGMENT]. What the next segment
+ * needs is fetched meanwhile: blocks lie anywhere, and no prefetcher guesses that. */
+INLINE void score(const int tokens, const int group, const float *const *keys, const float *const *next,
+                  int64_t head_offset, const float *q, int64_t dim, float scale, float *scores) {
+    vec sums[GROUP][4];
+    for (int g = 0; g < group; g++)
+        for (int t = 0; t < tokens; t++) sums[g][t] = (vec){0};
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        vec key[4];
+        for (int t = 0; t < tokens; t++) {
+            key[t] = load(keys[t] + head_offset + i);
+            __builtin_prefetch(next[t] + head_offset + i, 0, 2);
+        }
+        for (int g = 0; g < group; g++) {
+            vec query = load(q + g * dim + i);
+            for (int t = 0; t < tokens; t++) sums[g][t] += query * key[t];
+        }
+    }
+    if (i < dim)
+        for (int t = 0; t < tokens; t++) {
+            vec key = load_part(keys[t] + head_offset + i, dim - i);
+            for (int g = 0; g < group; g++) sums[g][t] += load_part(q + g * dim + i, dim - i) * key;
+        }
+    vec kept[GROUP][4]; /* by way of memory, as in linear.c */
+    for (int g = 0; g < group; g++)
+        for (int t = 0; t < tokens; t++) kept[g][t] = sums[g][t];
+    __asm__("" : : "r"(kept) : "memory");
+    for (int g = 0; g < group; g++) {
+        if (tokens == 4)
+            store4(scores + g * SEGMENT, fold_sums(kept[g][0], kept[g][1], kept[g][2], kept[g][3]) * scale);
+        else
+            for (int t = 0; t < tokens; t++) scores[g * SEGMENT + t] = fold_sum(kept[g][t]) * scale;
+    }
+}
+
+/* out [group, dim] = out * rescale + sum over tokens of probability * V, for `width` vectors from `i` on. */
+INLINE void mix(const int width, const int group, int64_t tokens, const float *const *values,
+                const float *const *next, int64_t head_offset, const float *probabilities, const float *rescale,
+                int64_t i, int64_t dim, float *out) {
+    vec sums[GROUP][WIDTH];
+    for (int g = 0; g < group; g++)
+        for (int w = 0; w < width; w++) sums[g][w] = load(out + g * dim + i + w * LANES) * rescale[g];
+    for (int64_t t = 0; t < tokens; t++) {
+        vec value[WIDTH];
+        for (int w = 0; w < width; w++) {
+            value[w] = load(values[t] + head_offset + i + w * LANES);
+            __builtin_prefetch(next[t] + head_offset + i + w * LANES, 0, 2);
+        }
+        for (int g = 0; g < group; g++)
+            for (int w = 0; w < width; w++) sums[g][w] += value[w] * probabilities[g * SEGMENT + t];
+    }
+    for (int g = 0; g < group; g++)
+        for (int w = 0; w < width; w++) store(out + g * dim + i + w * LANES, sums[g][w]);
+}
+
+/* One segment for `group` queries of one KV head. largest, total [group]: the softmax so far. */
+INLINE void attend(const int group, const Segment *segment, const Segment *next, int64_t k_offset, int64_t v_offset,
+                   const float *q, int64_t k_dim, int64_t v_dim, float scale, float softcap, float *most, float *total,
+                   float *out) {
+    const int64_t tokens = segment->tokens;
+    const float *const *values = segment->values;
+    float scores[GROUP * SEGMENT], rescale[GROUP];
+    int64_t t = 0;
+    for (; t + 4 <= tokens; t += 4) score(4, group, segment->keys + t, next->keys + t, k_offset, q, k_dim, scale, scores + t);
+    for (; t < tokens; t++) score(1, group, segment->keys + t, next->keys + t, k_offset, q, k_dim, scale, scores + t);
+    for (int g = 0; g < group; g++) {
+        float *mine = scores + g * SEGMENT;
+        if (softcap > 0)
+            for (t = 0; t < tokens; t++) mine[t] = softcap * tanhf(mine[t] / softcap);
+        for (t = tokens; t % LANES; t++) mine[t] = -INFINITY;
+        const int64_t padded = t;
+        vec peaks = splat(most[g]);
+        for (t = 0; t < padded; t += LANES) peaks = larger(peaks, load(mine + t));
+        float peak = most[g];
+        for (int lane = 0; lane < LANES; lane++) peak = peak > peaks[lane] ? peak : peaks[lane];
+        vec sum = {0};
+        for (t = 0; t < padded; t += LANES) {
+            vec weight = exponential(load(mine + t) - peak);
+            store(mine + t, weight);
+            sum += weight;
+        }
+        rescale[g] = exponential(splat(most[g] - peak))[0];
+        total[g] = total[g] * rescale[g] + fold_sum(sum);
+        most[g] = peak;
+    }
+    int64_t i = 0;
+    for (; i + WIDTH * LANES <= v_dim; i += WIDTH * LANES)
+        mix(WIDTH, group, tokens, values, next->values, v_offset, scores, rescale, i, v_dim, out);
+    for (; i + LANES <= v_dim; i += LANES)
+        mix(1, group, tokens, values, next->values, v_offset, scores, rescale, i, v_dim, out);
+    for (; i < v_dim; i++)
+        for (int g = 0; g < group; g++) {
+            float sum = out[g * v_dim + i] * rescale[g];
+            for (t = 0; t < tokens; t++) sum += values[t][v_offset + i] * scores[g * SEGMENT + t];
+            out[g * v_dim + i] = sum;
+        }
+}
+
+typedef struct {
+    const float *k_cache, *v_cache;
+    const int64_t *lens, *tables;
+    int64_t count, table_stride, block_size, k_row, v_row, window; /* rows in floats, all heads */
+} Cache;
+
+static int64_t first_token(const Cache *cache, int64_t sequence) {
+    int64_t len = cache->lens[sequence];
+    return cache->window && len > cache->window ? len - cache->window : 0;
+}
+
+static void find_segment(const Cache *cache, int64_t sequence, int64_t first, Segment *segment) {
+    const int64_t *table = cache->tables + sequence * cache->table_stride, left = cache->lens[sequence] - first;
+    segment->tokens = left < SEGMENT ? left : SEGMENT;
+    int64_t block = first / cache->block_size, offset = first % cache->block_size;
+    for (int64_t t = 0; t < segment->tokens; t++) {
+        int64_t slot = table[block] * cache->block_size + offset;
+        segment->keys[t] = cache->k_cache + slot * cache->k_row;
+        segment->values[t] = cache->v_cache + slot * cache->v_row;
+        if (++offset == cache->block_size) block++, offset = 0;
+    }
+}
+
+/* `count` sequences with one query each: rows[i] of q and out, lens[i] tokens, table tables[i * table_stride ..].
+ * Caches are [blocks, block_size, kv_heads, dim]. window, softcap: 0 for none. sinks [heads] or null.
+ * state [2, heads] is scratch. */
+EXPORT void pd_decode_attention(const float *q, int64_t q_stride, const float *k_cache, const float *v_cache,
+                                int64_t count, const int64_t *rows, const int64_t *lens, const int64_t *tables,
+                                int64_t table_stride, int64_t block_size, int64_t heads, int64_t kv_heads,
+                                int64_t k_dim, int64_t v_dim, float scale, int64_t window, float softcap,
+                                const float *sinks, float *state, float *out) {
+    const Cache cache = {k_cache, v_cache, lens, tables, count, table_stride, block_size, kv_heads * k_dim,
+                         kv_heads * v_dim, window};
+    const int64_t shared = heads / kv_heads;
+    float *most = state, *total = state + heads;
+    Segment segments[2], *segment = segments, *next = segments + 1;
+    if (count) find_segment(&cache, 0, first_token(&cache, 0), segment);
+    memcpy(next, segment, sizeof *next); /* what follows a shorter segment may point anywhere valid */
+    for (int64_t s = 0; s < count; s++) {
+        const float *queries = q + rows[s] * q_stride;
+        float *mixed = out + rows[s] * heads * v_dim;
+        memset(mixed, 0, (size_t)(heads * v_dim) * sizeof(float));
+        for (int64_t h = 0; h < heads; h++) {
+            most[h] = sinks ? sinks[h] : -INFINITY;
+            total[h] = sinks ? 1.0f : 0.0f;
+        }
+        for (int64_t first = first_token(&cache, s); first < lens[s]; first += SEGMENT) {
+            if (first + SEGMENT < lens[s])
+                find_segment(&cache, s, first + SEGMENT, next);
+            else if (s + 1 < count)
+                find_segment(&cache, s + 1, first_token(&cache, s + 1), next);
+            for (int64_t t = next->tokens; t < segment->tokens; t++)
+                next->keys[t] = segment->keys[t], next->values[t] = segment->values[t];
+            for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
+                for (int64_t h = kv_head * shared, end = h + shared; h < end;) {
+#define ATTEND(group)                                                                                                \
+    attend(group, segment, next, kv_head *k_dim, kv_head *v_dim, queries + h * k_dim, k_dim, v_dim, scale, softcap,  \
+           most + h, total + h, mixed + h * v_dim);                                                                  \
+    h += group;                                                                                                      \
+    break
+                    switch (end - h) {
+                    case 1: ATTEND(1);
+                    case 2: ATTEND(2);
+                    case 3: ATTEND(3);
+                    default: ATTEND(4);
+                    }
+#undef ATTEND
+                }
+            Segment *done = segment;
+            segment = next, next = done;
+        }
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t i = 0; i < v_dim; i++) mixed[h * v_dim + i] /= total[h];
+    }
+}
+
+/* Copy rows of bytes to their slots: to[slots[i]] = from[i]. */
+EXPORT void pd_scatter_rows(char *to, const char *from, int64_t from_stride, const int64_t *slots, int64_t count,
+                            int64_t bytes) {
+    for (int64_t i = 0; i < count; i++) memcpy(to + slots[i] * bytes, from + i * from_stride, (size_t)bytes);
+}
