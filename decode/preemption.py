@@ -9,6 +9,7 @@ Who is a victim is the scheduler's decision; how it comes back is decided here, 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,7 @@ class SwapOut:
     """Copy the first `num_tokens` tokens out of `blocks`, the sequence's no more, before anything is written."""
 
     sequence: Sequence
-    blocks: list[int]
+    blocks: array[int]
     num_tokens: int
 
 

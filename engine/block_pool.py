@@ -154,7 +154,7 @@ class BlockTable:
         self._root = root
         self._keys: list[bytes] = []
         self._num_indexed = 0
-        self.blocks: list[int] = []
+        self.blocks = array("q")  # numbers side by side: a step reads them without a look at each
         self.num_computed = 0
 
     @property
@@ -170,7 +170,7 @@ class BlockTable:
         if self._pool.prefix_caching:
             extend_keys(self._keys, self._root, tokens, self._pool.block_size, len(tokens))
             usable = self._keys[: (len(tokens) - 1) // self._pool.block_size]
-            self.blocks = self._pool.lookup(usable)
+            self.blocks = array("q", self._pool.lookup(usable))
             self._pool.retain(self.blocks)
         self._num_indexed = len(self.blocks)
         self.num_computed = self.capacity_tokens
@@ -190,7 +190,7 @@ class BlockTable:
 
     def grow(self, num_tokens: int) -> None:
         """Make room for `num_tokens` tokens in all. Raises OutOfBlocks and changes nothing if they do not fit."""
-        self.blocks += self._pool.allocate(self.num_missing_blocks(num_tokens))
+        self.blocks.extend(self._pool.allocate(self.num_missing_blocks(num_tokens)))
 
     def commit(self, tokens: Sequence[int], num_computed: int) -> None:
         """The KV of tokens[:num_computed] is complete: index the blocks that became full."""
@@ -214,7 +214,7 @@ class BlockTable:
         last = self._pool.allocate(1 if partial else 0)
         other = BlockTable(self._pool, self._root)
         self._pool.retain(self.blocks[:full])
-        other.blocks = self.blocks[:full] + last
+        other.blocks = self.blocks[:full] + array("q", last)
         other.num_computed = self.num_computed
         other._keys = self._keys[:full]
         other._num_indexed = min(self._num_indexed, full)
@@ -228,6 +228,6 @@ class BlockTable:
 
     def release(self) -> None:
         """Give every reference back and become empty. The keys stay: the sequence's tokens only ever grow."""
-        blocks, self.blocks = self.blocks, []
+        blocks, self.blocks = self.blocks, array("q")
         self._num_indexed, self.num_computed = 0, 0
         self._pool.release(blocks)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,18 +110,21 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
     query_lens = [len(chunk.token_ids) for chunk in chunks]
     context_lens = [chunk.start + query_len for chunk, query_len in zip(chunks, query_lens, strict=True)]
     used = [(context_len + block_size - 1) // block_size for context_len in context_lens]
-    tables = torch.zeros(len(chunks), max(used), dtype=torch.int64)
-    slots = []
+    tables = np.zeros((len(chunks), max(used)), dtype=np.int64)
+    slots = np.empty(sum(query_lens), dtype=np.int64)
+    at = 0
     for row, (chunk, num_blocks) in enumerate(zip(chunks, used, strict=True)):
         assert query_lens[row] > 0, "an empty chunk"
         assert len(chunk.blocks) >= num_blocks, f"{len(chunk.blocks)} blocks for {context_lens[row]} tokens"
-        tables[row, :num_blocks] = torch.tensor(chunk.blocks[:num_blocks], dtype=torch.int64)
-        positions = torch.arange(chunk.start, context_lens[row])
-        slots.append(tables[row, positions // block_size] * block_size + positions % block_size)
+        table = tables[row]
+        table[:num_blocks] = np.asarray(chunk.blocks)[:num_blocks]
+        positions = np.arange(chunk.start, context_lens[row])
+        slots[at : at + query_lens[row]] = table[positions // block_size] * block_size + positions % block_size
+        at += query_lens[row]
     return AttentionBatch(
-        slots=torch.cat(slots).to(device),
+        slots=torch.from_numpy(slots).to(device),
         query_lens=query_lens,
         context_lens=context_lens,
-        block_tables=tables.to(device),
+        block_tables=torch.from_numpy(tables).to(device),
         block_size=block_size,
     )
