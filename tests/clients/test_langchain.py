@@ -8,6 +8,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import SecretStr
 
 from tests.clients.conftest import KEY, MODEL, QUESTION, TIMEOUT_S, TOKENS, Served
+from tests.clients.shapes import RIVER_QUESTION, WEATHER_QUESTION, Clock, River, Weather
 
 pytestmark = pytest.mark.timeout(200, method="signal")
 
@@ -59,3 +60,25 @@ async def test_batches_and_histories_of_all_roles(chat: ChatOpenAI, golden: str)
 def test_text_completion(served: Served) -> None:
     model = OpenAI(model=MODEL, base_url=served.base_url, api_key=SecretStr(KEY), temperature=0, max_tokens=4)
     assert "Paris" in model.invoke("The capital of France is")
+
+
+def test_bound_tool_is_called_and_its_arguments_fit(chat: ChatOpenAI) -> None:
+    model = chat.model_copy(update={"max_tokens": 200}).bind_tools([Weather, Clock], tool_choice="required")
+    answer = model.invoke(WEATHER_QUESTION)
+    assert isinstance(answer, AIMessage)
+    assert answer.tool_calls
+    assert not answer.invalid_tool_calls
+    for call in answer.tool_calls:
+        {"Weather": Weather, "Clock": Clock}[call["name"]].model_validate(call["args"])
+    total: AIMessageChunk | None = None
+    for chunk in model.stream(WEATHER_QUESTION):
+        assert isinstance(chunk, AIMessageChunk)
+        total = chunk if total is None else total + chunk
+    assert total is not None
+    assert [(c["name"], c["args"]) for c in total.tool_calls] == [(c["name"], c["args"]) for c in answer.tool_calls]
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_is_an_object_of_the_class(chat: ChatOpenAI, method: str) -> None:
+    model = chat.model_copy(update={"max_tokens": 200}).with_structured_output(River, method=method)
+    assert isinstance(model.invoke(RIVER_QUESTION), River)

@@ -8,6 +8,7 @@ import litellm
 import pytest
 
 from tests.clients.conftest import KEY, MODEL, QUESTION, TIMEOUT_S, TOKENS, Served
+from tests.clients.shapes import RIVER_QUESTION, WEATHER_QUESTION, River, Weather
 
 pytestmark = pytest.mark.timeout(200, method="signal")
 
@@ -57,3 +58,16 @@ def test_errors_are_the_exceptions_that_the_library_documents(settings: dict[str
         ask("openai/someone-elses")
     with pytest.raises(litellm.AuthenticationError):
         ask(api_key="pds-of-nobody")
+
+
+def test_structured_answer_and_tool_call(settings: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": RIVER_QUESTION}]
+    answer = litellm.completion(f"openai/{MODEL}", messages, response_format=River, **settings)
+    River.model_validate_json(answer.choices[0].message.content)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
+    messages = [{"role": "user", "content": WEATHER_QUESTION}]
+    answer = litellm.completion(f"openai/{MODEL}", messages, tools=[tool], tool_choice="required", **settings)
+    for call in answer.choices[0].message.tool_calls:
+        assert call.function.name == "weather"
+        Weather.model_validate_json(call.function.arguments)
+    assert answer.choices[0].finish_reason == "tool_calls"
