@@ -4,7 +4,8 @@
 2. linear     all matrix products of one step of the model, by our kernels and by torch's `F.linear`; the floor is the
               larger of weights / read and operations / matrix product
 3. attention  single new tokens over a paged cache, one layer of the model
-4. step       one decode step of the model with its own modules and with fused ones, everything but the sampler
+4. step       one decode step of the model, and one chunk of a prompt, with its own modules and with fused ones;
+              everything but the sampler
 
 Every figure is the best of as many runs as fit `--seconds`, in processor time of the one thread: other work on the
 machine makes runs longer (it takes cache and memory bandwidth), never shorter, and waiting for a core does not count.
@@ -43,6 +44,7 @@ from .machine import describe_machine
 BLOCK_SIZE = 16
 LIMIT_MIB = 64  # what the limits are measured on: more than a last-level cache gives one core
 ATTENTION_SEQUENCES = 8
+PROMPT_TOKENS = 256  # of the chunk that is measured beside decode steps
 REPORT_WIDTH = 110
 
 
@@ -75,7 +77,7 @@ class AttentionResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    rows: int
+    what: str
     own_ms: float
     fused_ms: float
 
@@ -160,9 +162,9 @@ def measure_attention(heads: int, kv_heads: int, head_dim: int, context: int, wa
 
 
 def measure_steps(model: LoadedModel, rows: Sequence[int], context: int, watch: Stopwatch) -> list[float]:
-    """Milliseconds of a decode step, for each number of rows."""
+    """Milliseconds of a decode step, for each number of rows, and of the first chunk of a prompt."""
     per_sequence = -(-context // BLOCK_SIZE)
-    cache = KVCache(model.layout, max(rows) * per_sequence, BLOCK_SIZE)
+    cache = KVCache(model.layout, max(max(rows) * per_sequence, PROMPT_TOKENS // BLOCK_SIZE), BLOCK_SIZE)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
     runner = Runner(model, cache)
@@ -171,7 +173,9 @@ def measure_steps(model: LoadedModel, rows: Sequence[int], context: int, watch: 
         Chunk([10 + row], context - 1, blocks[row * per_sequence : (row + 1) * per_sequence], True)
         for row in range(max(rows))
     ]
-    return [watch.best_s(partial(runner.forward, chunks[:n]), 4.0) * 1e3 for n in rows]
+    batches = [chunks[:n] for n in rows]
+    batches.append([Chunk([10 + i % 100 for i in range(PROMPT_TOKENS)], 0, blocks, True)])
+    return [watch.best_s(partial(runner.forward, batch), 4.0) * 1e3 for batch in batches]
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
@@ -233,9 +237,9 @@ def main(arguments: list[str]) -> int:
         del own
         gc.collect()
         fused = _load(args.model, fused=True)
-        steps = [
-            StepResult(*row) for row in zip(rows, own_ms, measure_steps(fused, rows, args.context, watch), strict=True)
-        ]
+        named = [*(f"{count} rows" for count in rows), f"prompt of {PROMPT_TOKENS}"]
+        fused_ms = measure_steps(fused, rows, args.context, watch)
+        steps = [StepResult(*row) for row in zip(named, own_ms, fused_ms, strict=True)]
         linears = [measure_linear(weights_of(fused), count, limits, watch) for count in rows]
         config, shape = fused.module.config.get_text_config(), fused.layout.layers[0]
         attentions = [
@@ -253,7 +257,7 @@ def main(arguments: list[str]) -> int:
         console, f"attention of {ATTENTION_SEQUENCES} sequences, one layer, ms", attentions,
         ["context", "C", "torch", "GB/s"],
     )  # fmt: skip
-    _print_table(console, f"step at {args.context} tokens of context, ms", steps, ["rows", "own modules", "fused"])
+    _print_table(console, f"step at {args.context} tokens of context, ms", steps, ["step", "own modules", "fused"])
     print(
         json.dumps(
             {

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
 from ..kernels.library import native
 from ..kernels.linear import linear
+from ..transfer.errors import UnsupportedModel
 from .hook import AttentionCall, attend
-from .probe import observe
+from .probe import Observation, observe
 
 log = logging.getLogger(__name__)
 
@@ -87,18 +88,31 @@ def fuse(module: PreTrainedModel, max_model_len: int) -> None:
     """
     if module.dtype != torch.float32 or module.device.type != "cpu" or native() is None:
         return
-    before = observe(module, max_model_len)
-    replaced = _fuse_layers(module, before.calls)
+    before, _ = _observe(module, max_model_len)
+    replaced = {} if before is None else _fuse_layers(module, before.calls)
     for name, child in list(module.named_modules()):
         if type(child) is nn.Linear:
             module.set_submodule(name, NativeLinear(child))
-    difference = before.difference(observe(module, max_model_len)) if replaced else 0.0
-    if difference <= TOLERANCE:
-        log.info("%d of %d layers run on kernels in C", len(replaced), len(before.calls))
+    if before is None or not replaced:
         return
-    log.info("%s keeps its own layers: fused ones differ by %.2g", type(module).__name__, difference)
+    after, reason = _observe(module, max_model_len)
+    if after is not None:
+        difference = before.difference(after)
+        if difference <= TOLERANCE:
+            log.info("%d of %d layers run on kernels in C", len(replaced), len(before.calls))
+            return
+        reason = f"fused ones differ by {difference:.2g}"
+    log.info("%s keeps its own layers: %s", type(module).__name__, reason)
     for name, fused in replaced.items():
         module.set_submodule(name, fused.original)
+
+
+def _observe(module: PreTrainedModel, max_model_len: int) -> tuple[Observation | None, str]:
+    """What the model does with the probe's tokens; or why that failed: nobody knows how a model calls its layers."""
+    try:
+        return observe(module, max_model_len), ""
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, UnsupportedModel) as error:
+        return None, " ".join(str(error).split()) or type(error).__name__
 
 
 def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[str, FusedLayer]:

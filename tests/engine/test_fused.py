@@ -117,6 +117,19 @@ def test_what_shows_only_at_late_positions_keeps_a_model_as_it_is() -> None:
     assert count(short, FusedLayer) == 4
 
 
+def test_a_model_that_calls_its_layers_in_another_way_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    own = list(model.model.layers)
+
+    def forward(self: FusedLayer, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor]:
+        return (hidden_states,)
+
+    monkeypatch.setattr(FusedLayer, "forward", forward)
+    loaded = load(model)
+    assert list(model.model.layers) == own
+    assert run(loaded, CHUNKS).isfinite().all()
+
+
 @pytest.mark.parametrize("change", ["flag", "bfloat16", "no compiler"])
 def test_a_model_keeps_its_own_modules_where_the_kernels_cannot_or_shall_not_run(
     change: str, monkeypatch: pytest.MonkeyPatch
