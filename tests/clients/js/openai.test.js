@@ -2,6 +2,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import OpenAI from "openai";
+import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
+import { River, Weather, riverQuestion, weatherQuestion } from "./shapes.js";
 import { baseURL, apiKey, golden, maxTokens, model, question } from "./settings.js";
 
 const client = new OpenAI({ baseURL, apiKey, maxRetries: 0, timeout: 100_000 });
@@ -69,4 +71,39 @@ test("errors are the exceptions that the library documents", async () => {
   await assert.rejects(ask({ model: "someone-elses" }), OpenAI.NotFoundError);
   const stranger = new OpenAI({ baseURL, apiKey: "pds-of-nobody", maxRetries: 0 });
   await assert.rejects(stranger.chat.completions.create(greedy), OpenAI.AuthenticationError);
+});
+
+test("parse gives an object of the schema", async () => {
+  const answer = await client.chat.completions.parse({
+    model,
+    messages: [{ role: "user", content: riverQuestion }],
+    response_format: zodResponseFormat(River, "river"),
+    temperature: 1,
+    seed: 3,
+  });
+  River.parse(answer.choices[0].message.parsed);
+  assert.equal(answer.choices[0].finish_reason, "stop");
+});
+
+test("streamed tool call is the same as the whole one", async () => {
+  const ask = {
+    model,
+    messages: [{ role: "user", content: weatherQuestion }],
+    tools: [zodFunction({ name: "weather", parameters: Weather })],
+    tool_choice: "required",
+    temperature: 0,
+  };
+  const whole = (await client.chat.completions.parse(ask)).choices[0];
+  assert.equal(whole.finish_reason, "tool_calls");
+  for (const call of whole.message.tool_calls) Weather.parse(call.function.parsed_arguments);
+  const streamed = (await client.chat.completions.stream(ask).finalChatCompletion()).choices[0];
+  const said = (choice) => choice.message.tool_calls.map((call) => call.function.arguments);
+  assert.deepEqual(said(streamed), said(whole));
+});
+
+test("log probabilities name the greedy token first", async () => {
+  const answer = await client.chat.completions.create({ ...greedy, logprobs: true, top_logprobs: 2 });
+  const content = answer.choices[0].logprobs.content;
+  assert.equal(content.length, maxTokens);
+  for (const entry of content) assert.equal(entry.top_logprobs[0].token, entry.token);
 });
