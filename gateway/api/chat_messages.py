@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from .errors import ApiError, invalid
+from .json_body import BadJson, load_json
 from .openai_api import ChatMessage, ContentPart, FunctionCall
 from .text import Tokenizer
 from .tool_prompt import with_tools_in_text
@@ -98,8 +98,8 @@ def _template_tool_call(call_id: str, function: FunctionCall, tokenizer: Tokeniz
     arguments: Any = function.arguments
     if tokenizer.template.argument_objects:
         try:
-            parsed = json.loads(function.arguments)
-        except (ValueError, RecursionError):
+            parsed = load_json(function.arguments)
+        except BadJson:
             parsed = None
         if isinstance(parsed, dict):
             arguments = parsed

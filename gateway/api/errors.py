@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 256
+
 
 class ApiError(Exception):
     """A request that is refused or failed, with the HTTP status and the body the client gets.
 
     `param` names the field at fault ("messages.0.content"), `code` is a short machine-readable word or None,
-    `headers` are extra response headers (Retry-After).
+    `headers` are extra response headers (Retry-After). Message and param may quote the client: both are cut.
     """
 
     def __init__(
@@ -25,15 +28,19 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _cut(message, MAX_MESSAGE_CHARS)
         self.type = type
-        self.param = param
+        self.param = param and _cut(param, MAX_PARAM_CHARS)
         self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body; the same object is sent inside a stream that has already begun."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if len(text) <= chars else f"{text[:chars]}…"
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:

@@ -12,30 +12,54 @@ from .errors import invalid
 INTERNAL_NAMES = frozenset({"kv_transfer_params", "reservation", "attempt"})
 INTERNAL_PREFIX = "bootstrap_"
 
+MAX_NESTING = 128  # levels; everything behind the parser may follow them by recursion
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class BadJson(ValueError):
+    """What is wrong with a text, as a predicate; `path` says where in it ("": it as a whole)."""
+
+    def __init__(self, what: str, path: str = "") -> None:
+        super().__init__(what)
+        self.path = path
+
+
+def load_json(text: str) -> Any:
+    """Any JSON value, also one that came as a string within a body. Raises BadJson.
+
+    Refused: what is not strict JSON (NaN and Infinity are not), more than MAX_NESTING levels, unpaired surrogates (no
+    tokenizer can encode them).
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise BadJson(f"is nested more than {MAX_NESTING} levels deep") from None
+    except ValueError as error:
+        raise BadJson(f"is not valid JSON: {error}") from None
+    if text.count("[") + text.count("{") > MAX_NESTING:
+        _refuse_nesting(value)
+    if "\\u" in text:
+        _refuse_surrogates(value)
+    return value
 
 
 def load_object(body: bytes) -> dict[str, Any]:
     """The body's fields, those that are null left out. Raises ApiError 400.
 
-    Refused: anything but UTF-8 and strict JSON (NaN and Infinity are not), nesting deeper than Python can follow,
-    unpaired surrogates (no tokenizer can encode them), names of internal fields.
+    Refused: anything but UTF-8, what `load_json` refuses, names of internal fields.
     """
     try:
-        fields = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        fields = load_json(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise invalid(f"The body is not valid UTF-8 (byte {error.start}).", None) from None
-    except RecursionError:
-        raise invalid("The body is nested too deeply.", None) from None
-    except ValueError as error:
-        raise invalid(f"The body is not valid JSON: {error}", None) from None
+    except BadJson as error:
+        raise invalid(f"{error.path or 'The body'} {error}.", error.path or None) from None
     if not isinstance(fields, dict):
         raise invalid("The body must be a JSON object.", None)
     for name in fields:
         if name in INTERNAL_NAMES or name.startswith(INTERNAL_PREFIX):
             raise invalid(f"{name:.100} is an internal field and cannot be set by a client.", f"{name:.100}")
-    if b"\\u" in body:  # UTF-8 itself cannot hold a surrogate, so it came from an escape
-        _refuse_surrogates(fields)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -43,18 +67,33 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _refuse_surrogates(fields: dict[str, Any]) -> None:
+def _refuse_nesting(value: Any) -> None:
+    """Level by level, since the nesting is the client's; of a path the first step is enough to find the place."""
+    level: list[tuple[str, Any]] = [("", value)]
+    for _ in range(MAX_NESTING):
+        level = [
+            (path or str(name), inner)
+            for path, outer in level
+            for name, inner in (outer.items() if isinstance(outer, dict) else enumerate(outer))
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise BadJson(f"is nested more than {MAX_NESTING} levels deep", level[0][0])
+
+
+def _refuse_surrogates(value: Any) -> None:
     """Iterative, since the nesting is the client's."""
-    waiting: list[tuple[str, Any]] = [("", fields)]
+    waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, str):
             if _SURROGATE.search(value):
-                raise invalid(f"{path} holds an unpaired surrogate.", path)
+                raise BadJson("holds an unpaired surrogate", path)
         elif isinstance(value, dict):
             for name, inner in value.items():
                 if _SURROGATE.search(name):
-                    raise invalid("A field's name holds an unpaired surrogate.", path.lstrip(".") or None)
+                    raise BadJson("has a field whose name holds an unpaired surrogate", path)
                 waiting.append((f"{path}.{name}".lstrip("."), inner))
         elif isinstance(value, list):
-            waiting.extend((f"{path}.{index}", inner) for index, inner in enumerate(value))
+            waiting.extend((f"{path}.{index}".lstrip("."), inner) for index, inner in enumerate(value))

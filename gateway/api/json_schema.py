@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .json_schema_shape import LISTS, MAPS, SINGLE
+
 NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef",
@@ -25,9 +27,6 @@ BY_TYPE = {
     ),
 }  # fmt: skip
 CONSTRAINTS = frozenset(("type", *WHOLE, *(keyword for group in BY_TYPE.values() for keyword in group)))
-MAPS = ("properties", "patternProperties", "$defs", "definitions")
-LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
     "array": (list,), "object": (dict,),
@@ -35,7 +34,8 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def first_unenforced(schema: dict[str, Any]) -> str:
-    """The first part of the schema that could not be enforced, with its place and the reason; "" if there is none."""
+    """The first part of a well-formed schema that could not be enforced, with its place and the reason; "" if there is
+    none."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
         path, part = waiting.pop(0)

@@ -10,12 +10,14 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, Field, Strict, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from ...transfer.sampling_params import MAX_GRAMMAR_CHARS, Grammar
-from .errors import invalid
+from .errors import invalid, not_supported
+from .json_body import BadJson, load_json
 from .json_schema import first_unenforced
+from .json_schema_shape import first_malformed
 
 BAD_GRAMMAR = "bad_grammar"
 
@@ -37,7 +39,7 @@ class JsonSchemaFormat(BaseModel):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: Annotated[bool, Strict()] | None = None
 
 
 class ResponseFormat(BaseModel):
@@ -52,7 +54,8 @@ class StructuredOutputs(BaseModel):
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
-    json_object: bool | None = None
+    json_object: Annotated[bool, Strict()] | None = None
+    structural_tag: Any = None  # refused
 
 
 class StructuredFields(BaseModel):
@@ -88,6 +91,8 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, str, Any]]:
             kind = "strict schema" if form.json_schema.strict else "schema"
             yield "response_format.json_schema.schema", kind, form.json_schema.json_schema
     guided = request.structured_outputs or StructuredOutputs.model_validate({})
+    if guided.structural_tag is not None:
+        raise not_supported("structured_outputs.structural_tag")
     for field, kind, value in (
         ("guided_json", "strict schema", request.guided_json),
         ("guided_regex", "regex", request.guided_regex),
@@ -125,17 +130,17 @@ def schema_grammar(field: str, schema: dict[str, Any] | str, *, strict: bool) ->
     naming `field`."""
     if isinstance(schema, str):
         try:
-            parsed = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise invalid(f"{field}: not valid JSON: {error}", field) from None
+            parsed = load_json(schema)
+        except BadJson as error:
+            raise invalid(f"{field}: {error.path or 'the schema'} {error}", field) from None
         if not isinstance(parsed, dict):
             raise invalid(f"{field}: the schema must be an object", field)
         schema = parsed
-    if strict and (fault := first_unenforced(schema)):
+    if fault := first_malformed(schema) or (first_unenforced(schema) if strict else ""):
         raise invalid(f"{field}: {fault}", field, BAD_GRAMMAR)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:  # a number too large for a float
         raise invalid(f"{field}: {error}", field) from None
     return Grammar("json_schema", _fitting(field, text))
 

@@ -14,7 +14,9 @@ from typing import Any
 from ...transfer.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 from .chat_output import Calling, ToolMode
 from .errors import invalid
+from .json_schema_shape import MAPS, first_malformed
 from .openai_api import AllowedTools, ChatRequest, FunctionName, NamedFunction, NamedTool, ToolFunction
+from .structured import BAD_GRAMMAR
 from .tool_parsers import ToolParserName
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -95,14 +97,21 @@ def grammar_of(calling: Calling, functions: Sequence[ToolFunction]) -> Grammar |
     """What the answer must match, if anything. Raises ApiError 400 when that is too large."""
     if calling.mode == "auto":
         return None
+    field = "functions" if calling.legacy else "tools"
+    for index, function in enumerate(functions):
+        if function.name in calling.names and (fault := first_malformed(function.parameters or NO_PARAMETERS)):
+            param = f"{field}.{index}.parameters" if calling.legacy else f"{field}.{index}.function.parameters"
+            raise invalid(f"{param}: {fault}", param, BAD_GRAMMAR)
     schemas = {function.name: function.parameters or NO_PARAMETERS for function in functions}
     if calling.mode == "named":
         schema: Mapping[str, Any] = schemas[calling.names[0]]
     else:
         schema = calls_schema({name: schemas[name] for name in calling.names}, array=calling.parallel)
-    text = json.dumps(schema, ensure_ascii=False)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:  # a number too large for a float
+        raise invalid(f"{field}: {error}", field) from None
     if len(text) > MAX_GRAMMAR_CHARS:
-        field = "functions" if calling.legacy else "tools"
         raise invalid(f"{field}: the parameters' schemas have more than {MAX_GRAMMAR_CHARS} characters.", field)
     return Grammar("json_schema", text)
 
@@ -129,8 +138,14 @@ def _moved(schema: Any, to: str) -> Any:
         return [_moved(item, to) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: value if key in DATA_KEYWORDS else _moved(value, to) for key, value in schema.items()}
+    moved = {key: _moved_member(key, value, to) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = to + reference[1:]
     return moved
+
+
+def _moved_member(keyword: str, value: Any, to: str) -> Any:
+    if keyword in MAPS and isinstance(value, dict):  # its keys are the client's names, not keywords
+        return {name: _moved(inner, to) for name, inner in value.items()}
+    return value if keyword in DATA_KEYWORDS else _moved(value, to)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.gateway.api.errors import ApiError
+from pdserve.gateway.api.json_body import MAX_NESTING
 from pdserve.gateway.api.parsed_request import ModelLimits, ParsedRequest
 from pdserve.gateway.api.parsing import parse_chat, parse_completion
 from pdserve.gateway.api.text import Tokenizer
@@ -54,11 +55,56 @@ def test_infinite_numbers_in_disguise_are_refused(tokenizer: Tokenizer) -> None:
     assert caught.value.param == "temperature"
 
 
-def test_deep_template_variables_are_a_400(tokenizer: Tokenizer) -> None:
-    deep = b'{"a":' * 900 + b"1" + b"}" * 900
-    body = b'{"model":"demo","messages":[{"role":"user","content":"x"}],"chat_template_kwargs":' + deep + b"}"
+@pytest.mark.parametrize("levels", [MAX_NESTING, MAX_NESTING + 1, 900, 100_000])
+@pytest.mark.parametrize(
+    ("before", "behind", "field"),
+    [
+        (b'"chat_template_kwargs":{"a":', b"}", "chat_template_kwargs"),
+        (b'"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"items":', b"}}}",
+         "response_format"),
+        (b'"tool_choice":"required","tools":[{"type":"function","function":{"name":"f","parameters":{"x":', b"}}}]",
+         "tools"),
+        (b'"metadata":', b"", "metadata"), (b'"whatever":', b"", "whatever"),
+    ],
+)  # fmt: skip
+def test_nesting_that_recursion_could_not_follow_is_refused_where_it_is(
+    tokenizer: Tokenizer, before: bytes, behind: bytes, field: str, levels: int
+) -> None:
+    deep = b'{"items":' * levels + b"{}" + b"}" * levels
+    body = b'{"model":"demo","messages":[{"role":"user","content":"x"}],' + before + deep + behind + b"}"
     result = outcome(parse_chat, body, tokenizer)
-    assert isinstance(result, ParsedRequest) or (result.status, result.param) == (400, "messages")
+    assert isinstance(result, ApiError)
+    assert result.status == 400
+    assert result.param == (None if levels == 100_000 else field)
+
+
+def test_a_long_prompt_of_brackets_is_not_nesting(tokenizer: Tokenizer) -> None:
+    body = encode({"model": "demo", "prompt": [[5]] * 200, "max_tokens": 1})
+    assert isinstance(outcome(parse_completion, body, tokenizer), ParsedRequest)
+    body = encode({"model": "demo", "prompt": "[" * 150})
+    assert isinstance(outcome(parse_completion, body, tokenizer), ParsedRequest)
+
+
+def test_json_within_json_is_held_to_the_same(tokenizer: Tokenizer) -> None:
+    for inner in (r'{"a": "\ud800"}', r'{"\ud800": 1}', '{"a":' * 300 + "1" + "}" * 300, '{"a": NaN}'):
+        refused = outcome(parse_chat, encode({"model": "demo", "messages": HELLO, "guided_json": inner}), tokenizer)
+        assert isinstance(refused, ApiError)
+        assert (refused.status, refused.param) == (400, "guided_json")
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": inner}}
+        messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+        taken = outcome(parse_chat, encode({"model": "demo", "messages": messages}), tokenizer)
+        assert isinstance(taken, ParsedRequest) or taken.code == "context_length_exceeded"
+
+
+def test_what_an_error_quotes_is_cut(tokenizer: Tokenizer) -> None:
+    for fields in (
+        {"metadata": {"k" * 100_000: 1}},
+        {"logit_bias": {"k" * 100_000: 1}},
+        {"bootstrap_" + "k" * 9999: 1},
+    ):
+        refused = outcome(parse_chat, encode({"model": "demo", "messages": HELLO} | fields), tokenizer)
+        assert isinstance(refused, ApiError)
+        assert len(json.dumps(refused.body())) < 2500
 
 
 FIELDS = [

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.api.json_schema import first_unenforced
+from pdserve.gateway.api.json_schema_shape import first_malformed
 from pdserve.gateway.api.parsed_request import ModelLimits
 from pdserve.gateway.api.parsing import parse_chat, parse_completion
 from pdserve.gateway.api.structured import choice_grammar
@@ -91,6 +94,9 @@ def test_what_asks_for_nothing_is_no_grammar(tokenizer: Tokenizer, fields: dict[
         ({"guided_choice": ["a", 5]}, "guided_choice.1"),
         ({"guided_choice": ["é" * 1000] * 60}, "guided_choice"),
         ({"guided_json": {"enum": ["a" * MAX_GRAMMAR_CHARS]}}, "guided_json"),
+        (json_format(schema=SCHEMA, strict="yes"), "response_format.json_schema.strict"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
         ({"guided_grammar": {}}, "guided_grammar"), ({"structured_outputs": []}, "structured_outputs"),
         ({"structured_outputs": {"json": 1}}, "structured_outputs.json"),
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
@@ -105,6 +111,56 @@ def test_what_cannot_be_a_grammar_is_refused_by_its_field(
             parse(tokenizer, fields, chat=chat)
         assert (caught.value.status, caught.value.param) == (400, param)
         assert len(caught.value.message) < 600
+
+
+KEYWORDS = [
+    "type", "enum", "required", "items", "$ref", "pattern", "format", "minimum", "maximum", "multipleOf", "minLength",
+    "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "properties", "patternProperties", "$defs",
+    "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties", "propertyNames", "const", "default", "title",
+]  # fmt: skip
+ODD: list[Any] = [
+    None, True, 0, -1, 1.5, 10**30, "", "x", [], {}, [None], [1], [[]], [{}], ["a", {}], {"a": None}, {"a": 1},
+    {"a": []}, {"$ref": 1}, {"$ref": "#/a/0"}, {"type": {}}, [{"type": [[]]}], {"a": {"enum": 1}}, [{"required": 1}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_no_value_of_any_keyword_is_anything_but_a_grammar_or_refused(tokenizer: Tokenizer, keyword: str) -> None:
+    for value in ODD:
+        for beside in ({}, {"type": "object", "properties": {"a": {"enum": [{}]}}, "required": ["a"]}):
+            schema = beside | {keyword: value}
+            for whole in (schema, {"items": schema}, {"oneOf": [schema, {"type": "string"}]}):
+                for strict in (True, False):
+                    with suppress(ApiError):
+                        parse(tokenizer, json_format(schema=whole, strict=strict))
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        ({"required": 1}, "required must be a list of strings"), ({"required": [[]]}, "required must be"),
+        ({"type": "strin"}, "type must be one of array,"), ({"type": []}, "type must be"),
+        ({"properties": {"a": {"maxLength": -1}}}, "properties.a.maxLength must be an integer from 0 on"),
+        ({"items": [{"anyOf": []}]}, "items.0.anyOf must be a list of at least one schema"),
+        ({"$defs": {"a": {"allOf": 1}}}, "$defs.a.allOf must be"), ({"enum": []}, "enum must be"),
+        ({"additionalProperties": 1}, "additionalProperties must be a schema"),
+    ],
+)  # fmt: skip
+def test_a_keyword_whose_value_cannot_be_is_named_strict_or_not(
+    tokenizer: Tokenizer, schema: dict[str, Any], fault: str
+) -> None:
+    for fields in (json_format(schema=schema), json_format(schema=schema, strict=True), {"guided_json": schema}):
+        with pytest.raises(ApiError, match=re.escape(fault)):
+            parse(tokenizer, fields)
+
+
+def test_names_and_data_are_no_keywords() -> None:
+    for schema in (
+        {"properties": {"type": {"const": 1}, "required": True}},
+        {"const": {"type": 7}},
+        {"enum": [{"$ref": 1}]},
+    ):
+        assert first_malformed(schema) == ""
 
 
 def test_only_a_schema_that_is_not_strict_may_hold_what_cannot_be_enforced(tokenizer: Tokenizer) -> None:

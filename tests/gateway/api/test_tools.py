@@ -143,6 +143,12 @@ def tool(name: object, **members: Any) -> dict[str, Any]:
         ({"functions": [TIME], "function_call": {"name": "rm"}}, "function_call.name"),
         ({"functions": [TIME], "function_call": "required"}, "function_call"),
         ({"tools": [tool("f", parameters={"const": "x" * 300_000})], "tool_choice": named("f")}, "tools"),
+        (
+            {"tools": [tool("g"), tool("f", parameters={"required": 1})], "tool_choice": "required"},
+            "tools.1.function.parameters",
+        ),
+        ({"functions": [{"name": "f", "parameters": {"properties": []}}], "function_call": {"name": "f"}},
+         "functions.0.parameters"),
         ({"verbosity": "loud"}, "verbosity"), ({"metadata": {"a": 1}}, "metadata.a"), ({"store": 1}, "store"),
         ({"service_tier": 1}, "service_tier"), ({"user": 1}, "user"), ({"reasoning_effort": 1}, "reasoning_effort"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
@@ -354,3 +360,10 @@ def test_references_within_parameters_still_lead_to_their_own_parts() -> None:
     assert moved["properties"]["$ref"] == {"$ref": "#/$defs/tree/$defs/leaf"}
     assert moved["properties"]["more"]["items"] == {"$ref": "#/$defs/tree"}
     assert moved["$defs"]["leaf"]["default"] == {"$ref": "#"}
+
+
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples"])
+def test_references_in_a_parameter_that_is_named_like_a_keyword_lead_there_too(name: str) -> None:
+    schema = {"properties": {name: {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "string"}}}
+    moved = calls_schema({"f": schema}, array=True)["$defs"]["f"]
+    assert moved["properties"][name] == {"$ref": "#/$defs/f/$defs/x"}
