@@ -26,10 +26,11 @@ INLINE void finish(const Job *job, int64_t row, int64_t col, vec4 sums) {
     store4(job->y + row * job->y_stride + col, sums);
 }
 
-/* Rows [row .. row + rows) of four columns. `fresh`: these weights are read for the first time, so the ones behind them
- * will be next. Sums are variables, one by one: compilers leave an array of them in memory. */
+/* Rows [row .. row + rows) of four columns. Sums are variables, one by one: compilers leave an array of them in memory.
+ * The weights of the next columns are fetched into L2 meanwhile, by every tile of these columns: at 8 to 16 rows that
+ * is worth half as much speed again as if only the first tile asked for them. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-INLINE void tile(const int rows, const int fresh, const Job *job, int64_t row, int64_t col) {
+INLINE void tile(const int rows, const Job *job, int64_t row, int64_t col) {
     const int64_t k = job->k, stride = job->x_stride;
     const float *x = job->x + row * stride, *w = job->w + col * k;
 #define DECLARE(r) vec sum##r##a = {0}, sum##r##b = {0}, sum##r##c = {0}, sum##r##d = {0};
@@ -44,12 +45,10 @@ INLINE void tile(const int rows, const int fresh, const Job *job, int64_t row, i
     int64_t i = 0;
     for (; i + LANES <= k; i += LANES) {
         vec a = load(w + i), b = load(w + k + i), c = load(w + 2 * k + i), d = load(w + 3 * k + i);
-        if (fresh) {
-            __builtin_prefetch(w + COLS * k + i);
-            __builtin_prefetch(w + (COLS + 1) * k + i);
-            __builtin_prefetch(w + (COLS + 2) * k + i);
-            __builtin_prefetch(w + (COLS + 3) * k + i);
-        }
+        __builtin_prefetch(w + COLS * k + i, 0, 2);
+        __builtin_prefetch(w + (COLS + 1) * k + i, 0, 2);
+        __builtin_prefetch(w + (COLS + 2) * k + i, 0, 2);
+        __builtin_prefetch(w + (COLS + 3) * k + i, 0, 2);
         EACH_ROW(ADD_WHOLE)
     }
     if (i < k) {
@@ -80,7 +79,7 @@ INLINE void wide_tile(const Job *job, int64_t row, int64_t col) {
     vec a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};
 #define ADD_COLUMN(sum, number, load_value)                                                                          \
     sum += value * load_value(w + number * k + i);                                                                   \
-    __builtin_prefetch(w + (number + 8) * k + i);
+    __builtin_prefetch(w + (number + 8) * k + i, 0, 2);
     int64_t i = 0;
     for (; i + LANES <= k; i += LANES) {
         vec value = load(x + i);
@@ -109,15 +108,15 @@ static void single(const Job *job, int64_t row, int64_t col) {
     job->y[row * job->y_stride + col] = sum;
 }
 
-INLINE void tile_of(int64_t rows, const int fresh, const Job *job, int64_t row, int64_t col) {
+static void tile_of(int64_t rows, const Job *job, int64_t row, int64_t col) {
     switch (rows) {
-    case 1: tile(1, fresh, job, row, col); break;
-    case 2: tile(2, fresh, job, row, col); break;
-    case 3: tile(3, fresh, job, row, col); break;
+    case 1: tile(1, job, row, col); break;
+    case 2: tile(2, job, row, col); break;
+    case 3: tile(3, job, row, col); break;
 #if MOST_ROWS > 3
-    case 4: tile(4, fresh, job, row, col); break;
-    case 5: tile(5, fresh, job, row, col); break;
-    case 6: tile(6, fresh, job, row, col); break;
+    case 4: tile(4, job, row, col); break;
+    case 5: tile(5, job, row, col); break;
+    case 6: tile(6, job, row, col); break;
 #endif
     }
 }
@@ -138,10 +137,7 @@ EXPORT void pd_linear(const float *x, int64_t x_stride, const float *w, const fl
             int64_t row = first;
             for (int64_t left = tiles; left > 0; left--) { /* tiles of nearly equal height */
                 int64_t rows_here = (end - row + left - 1) / left;
-                if (row == first)
-                    tile_of(rows_here, 1, &job, row, col);
-                else
-                    tile_of(rows_here, 0, &job, row, col);
+                tile_of(rows_here, &job, row, col);
                 row += rows_here;
             }
         }
