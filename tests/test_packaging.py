@@ -60,6 +60,16 @@ def test_the_installed_command_runs_and_knows_its_version(site: Path, tmp_path: 
     assert run(site / "bin" / "pdserve", "--version", cwd=tmp_path, path=site) == "pdserve 0.1.0\n"
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_installed_kernels_compile_into_the_users_cache(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / "cache"))
+    code = "from pdserve.kernels import library; print(library.__file__, library.native() is not None)"
+    assert run(sys.executable, "-c", code, cwd=tmp_path, path=site) == f"{site}/pdserve/kernels/library.py True\n"
+    assert [path.suffix for path in (tmp_path / "cache" / "native").iterdir()] == [".so"]
+
+
 def test_what_is_imported_is_the_wheel_and_it_offers_no_kernels_package(site: Path, tmp_path: Path) -> None:
     code = (
         "import importlib.util as u, pdserve.gateway.cli as cli\n"
