@@ -1,10 +1,10 @@
 """Modules of a transformers model replaced by ones on the kernels in C; weights are shared, never copied.
 
 Two kinds: every plain `nn.Linear`, and whole decoder layers. A layer is recognised by what it is made of (pre-norm, q,
-k, v and o projections, perhaps norms of q and k, a gated MLP or one of its own kind), not by its name. What a list of
-parts cannot show (another formula in the norm, scaled residuals, a query scaled by its position) shows in numbers: the
-model runs a few tokens, early and late positions among them, before and after, and keeps its own layers if any layer's
-queries, keys, values or settings of attention, or the logits, differ.
+k, v and o projections, joined or apart, perhaps norms of q and k, a gated MLP or one of its own kind), not by its name.
+What a list of parts cannot show (another formula in the norm, scaled residuals, a query scaled by its position) shows
+in numbers: the model runs a few tokens, early and late positions among them, before and after, and keeps its own layers
+if any layer's queries, keys, values or settings of attention, or the logits, differ.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .probe import Observation, observe
 log = logging.getLogger(__name__)
 
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+APART, JOINED = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}
 NORMS = {"q_norm", "k_norm"}
-MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MLP_APART, MLP_JOINED = {"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}
 EPSILONS = ("variance_epsilon", "eps")
 
 # Largest difference of logits, queries, keys and values, in their standard deviations: rounding stays far below it.
@@ -126,7 +126,7 @@ def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[st
         return {}
     layers: dict[str, FusedLayer] = {}
     for (name, child), call in zip(found, calls, strict=True):
-        weights = _recognise(child, call.q.shape[2])
+        weights = _recognise(child, call)
         if weights is None:
             return {}
         layers[name] = FusedLayer(child, DecoderLayer(weights, library), call, own_mlp=weights.mlp is None)
@@ -135,30 +135,46 @@ def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[st
     return layers
 
 
-def _recognise(layer: nn.Module, head_dim: int) -> LayerWeights | None:
+def _recognise(layer: nn.Module, call: AttentionCall) -> LayerWeights | None:
     """The weights of a layer that is made of the parts we know; None for any other."""
-    parts = dict(layer.named_children())
+    parts = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     if parts.keys() != LAYER_PARTS or list(layer.parameters(recurse=False)):
         return None
-    attention, mlp = parts["self_attn"], parts["mlp"]
+    attention = parts["self_attn"]
     inner = dict(attention.named_children())
-    if not PROJECTIONS <= inner.keys() <= PROJECTIONS | NORMS or list(attention.parameters(recurse=False)):
+    linears = inner.keys() - NORMS
+    if linears not in (APART, JOINED) or list(attention.parameters(recurse=False)):
         return None
-    projections = {name: _projection(inner[name]) for name in PROJECTIONS}
-    norms = {name: _norm(inner[name]) for name in NORMS & inner.keys()}
+    _, heads, head_dim = call.q.shape
+    kv_rows = call.k.shape[1] * head_dim
+    if linears == APART:
+        q, k, v = (_projection(inner[name]) for name in ("q_proj", "k_proj", "v_proj"))
+    else:
+        q, k, v = _split(inner["qkv_proj"], [heads * head_dim, kv_rows, kv_rows])
+    o, norms = _projection(inner["o_proj"]), {name: _norm(inner[name]) for name in NORMS & inner.keys()}
     before, after = _norm(parts["input_layernorm"]), _norm(parts["post_attention_layernorm"])
-    q, k, v, o = (projections[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     if q is None or k is None or v is None or o is None or before is None or after is None or None in norms.values():
         return None
-    if len(v.weight) != len(k.weight) or o.weight.shape[1] != len(q.weight) or len(q.weight) % head_dim:
+    rows = [len(q.weight), len(k.weight), len(v.weight), o.weight.shape[1]]
+    if rows != [heads * head_dim, kv_rows, kv_rows, heads * head_dim]:
         return None
-    return LayerWeights(head_dim, before, q, k, v, norms.get("q_norm"), norms.get("k_norm"), o, after, _gated_mlp(mlp))
+    mlp = _gated_mlp(parts["mlp"])
+    return LayerWeights(head_dim, before, q, k, v, norms.get("q_norm"), norms.get("k_norm"), o, after, mlp)
 
 
 def _projection(module: nn.Module) -> Projection | None:
     if type(module) is not nn.Linear or not module.weight.is_contiguous():
         return None
     return Projection(module.weight, module.bias)
+
+
+def _split(module: nn.Module, rows: list[int]) -> list[Projection] | list[None]:
+    """One projection as several, which stay views of it."""
+    whole = _projection(module)
+    if whole is None or len(whole.weight) != sum(rows):
+        return [None] * len(rows)
+    biases = [None] * len(rows) if whole.bias is None else torch.split(whole.bias, rows)
+    return [Projection(weight, bias) for weight, bias in zip(torch.split(whole.weight, rows), biases, strict=True)]
 
 
 def _norm(module: nn.Module) -> Norm | None:
@@ -177,10 +193,16 @@ def _norm(module: nn.Module) -> Norm | None:
 
 def _gated_mlp(module: nn.Module) -> GatedMLP | None:
     parts = dict(module.named_children())
-    if parts.keys() != MLP_PARTS or list(module.parameters(recurse=False)):
+    if parts.keys() not in (MLP_APART, MLP_JOINED) or list(module.parameters(recurse=False)):
         return None
+    if parts.keys() == MLP_APART:
+        activation, (gate, up) = parts["act_fn"], (_projection(parts[name]) for name in ("gate_proj", "up_proj"))
+    else:
+        joined = parts["gate_up_proj"]
+        size = joined.out_features if isinstance(joined, nn.Linear) else 0
+        activation, (gate, up) = parts["activation_fn"], _split(joined, [size // 2, size // 2])
+    down = _projection(parts["down_proj"])
     x = torch.linspace(-9.0, 9.0, 100)
-    gate, up, down = (_projection(parts[name]) for name in ("gate_proj", "up_proj", "down_proj"))
-    if gate is None or up is None or down is None or not torch.allclose(parts["act_fn"](x), F.silu(x)):
+    if gate is None or up is None or down is None or not torch.allclose(activation(x), F.silu(x)):
         return None
     return GatedMLP(gate, up, down)

@@ -22,9 +22,9 @@ from tests.kernels.conftest import RUNNABLE
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
-WHOLE = ("llama", "qwen2", "qwen2-window", "qwen3", "mistral-window")
+WHOLE = ("llama", "qwen2", "qwen2-window", "qwen3", "mistral-window", "phi3")
 OWN_MLP = ("mixtral", "qwen2-moe-mask-only-window", "qwen3-moe")
-NONE = ("gemma2", "granite", "olmo2", "phi3", "gpt2", "deepseek-v3", "gpt-oss")
+NONE = ("gemma2", "granite", "olmo2", "gpt2", "deepseek-v3", "gpt-oss")
 
 
 def count(model: nn.Module, kind: type[nn.Module]) -> int:
@@ -70,7 +70,7 @@ def test_other_layers_are_left_as_they_are_but_for_their_linears(family: str) ->
 
 
 @pytest.mark.parametrize("level", RUNNABLE)
-@pytest.mark.parametrize("family", ["llama", "qwen2-window", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-window", "qwen3", "mixtral", "phi3"])
 def test_fused_logits_equal_those_of_the_models_own_modules(
     family: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +90,7 @@ def test_a_decoding_sequence_has_the_same_logits_to_the_bit_alone_and_beside_oth
         assert torch.equal(run(loaded, [CHUNKS[row]])[0], together[row])
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "phi3", "gemma2"])
 def test_no_weight_is_copied_and_tied_ones_stay_tied(family: str) -> None:
     model = build(family)
     model.config.tie_word_embeddings = True
