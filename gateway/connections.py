@@ -19,7 +19,8 @@ from typing import Any
 from .api.errors import ApiError
 from .asgi import AbortableProtocol
 
-GOODBYE_S = 1.0  # how long a refused client may take to read why
+GOODBYE_S = 1.0  # how long a refused client may be silent before its connection is cut
+LEAVING_S = 30.0  # how long it may go on sending what is not wanted
 SEND_BUFFER_BYTES = 256 * 1024
 STALLED_S = 60
 OTHER_OPEN_FILES = 1024
@@ -32,6 +33,7 @@ class ConnectionLimits:
     max_connections: int = 4096
     max_head_bytes: int = 64 * 1024
     head_timeout_s: float = 20.0  # from the first byte of a request, or from connecting, to the end of its head
+    max_unwanted_bytes: int = 256 * 1024 * 1024  # of a refused client, taken and thrown away
 
 
 @dataclass
@@ -58,6 +60,9 @@ class LimitedProtocol(AbortableProtocol):
         self._head_bytes = 0  # arrived since the head began: one header without an end is never parsed
         self._parsed_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._cut_by = 0.0  # a refused client's connection, on the loop's clock, whatever it does
+        self._heard_at = 0.0
+        self._unwanted_bytes = 0
 
     # --- connecting and leaving ----------------------------------------------------------------------------------
 
@@ -90,15 +95,31 @@ class LimitedProtocol(AbortableProtocol):
         self._leave()
 
     def _leave(self) -> None:
-        """Close, but let the client read what was sent: closing with unread data would throw that away."""
+        """Close, but let the client read what was sent. Most clients read only when they have sent all, and what lies
+        here unread makes closing throw the answer away: so the rest is taken, within bounds, and dropped."""
         self._refused = True
         self.connections.discard(self)
         self._shared.leaving.add(self)
         self._unset_keepalive_if_required()
-        self.flow.pause_reading()
+        self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(GOODBYE_S, self.transport.abort)
+        self._heard_at = self.loop.time()
+        self._cut_by = self._heard_at + LEAVING_S
+        self._cut_when_silent()
+
+    def _cut_when_silent(self) -> None:
+        cut_at = min(self._heard_at + GOODBYE_S, self._cut_by)
+        if self.loop.time() >= cut_at:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.loop.call_at(cut_at, self._cut_when_silent)
+
+    def _take_unwanted(self, num_bytes: int) -> None:
+        self._heard_at = self.loop.time()
+        self._unwanted_bytes += num_bytes
+        if self._unwanted_bytes > self._limits.max_unwanted_bytes:
+            self.flow.pause_reading()
 
     @property
     def _responding(self) -> bool:
@@ -122,6 +143,7 @@ class LimitedProtocol(AbortableProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
+            self._take_unwanted(len(data))
             return
         if not self._responding:
             self._start_head_timer()

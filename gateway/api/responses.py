@@ -128,7 +128,6 @@ class StreamWriter:
         assert not self._finished[choice], "a choice has exactly one finish reason"
         self._finished[choice] = bool(finish)
         first = not self._started[choice]
-        self._started[choice] = True
         opening = b""
         if first and self._chat:
             content = "null" if self._call_deltas else '""'
@@ -141,7 +140,9 @@ class StreamWriter:
         members = self._members(text, more) if self._chat else ""
         silent = not text and not members and not finish and logprobs == "null"
         if silent and not (self._request.return_token_ids and token_ids):
+            self._started[choice] = bool(opening) or not first
             return opening
+        self._started[choice] = True
         if self._chat:
             members = members or ("" if finish else '"content":""')
             body = f'"delta":{{{members}}}'

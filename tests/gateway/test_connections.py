@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ from pdserve.gateway.listener import bind
 from pdserve.gateway.server import Server, http_server
 from tests.gateway.harness import until
 
-LIMITS = ConnectionLimits(max_connections=5, max_head_bytes=8192, head_timeout_s=0.3)
+LIMITS = ConnectionLimits(max_connections=5, max_head_bytes=8192, head_timeout_s=0.3, max_unwanted_bytes=2_000_000)
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -207,6 +208,28 @@ async def test_a_body_without_an_end_is_a_413_and_then_not_read_any_more(site: S
     answered = asyncio.create_task(reader.readuntil(b"\r\n"))
     assert await push_until_cut(writer, b"1000\r\n" + b"x" * 4096 + b"\r\n") < 8_000_000
     assert (await answered).startswith(b"HTTP/1.1 413")
+
+
+async def test_a_client_that_reads_only_when_it_has_sent_all_is_told_why() -> None:
+    async with running(ConnectionLimits()) as site:
+        answer = await site.client.post("/", content=b" " * 20_000_000)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+async def test_a_refused_client_may_not_send_for_ever(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
+    monkeypatch.setattr(connections, "LEAVING_S", 0.3)
+    _, writer = await site.raw(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+
+    async def drip() -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(0.9):  # sooner than a silent one
+        await drip()
 
 
 async def test_all_bodies_together_are_bounded() -> None:
