@@ -7,6 +7,7 @@ import pytest
 from pdserve.engine.block_pool import BlockPool, root_key
 from pdserve.prefill.prompt import State, Work
 from pdserve.prefill.scheduler import PrefillLimits, Scheduler
+from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.messages import (
     Prefill,
 )
@@ -14,6 +15,8 @@ from pdserve.transfer.sampling_params import SamplingParams
 from pdserve.transfer.sender import Outgoing
 
 DECODE = "decode-0#00000000"
+LAYER = LayerShape(kv_heads=1, k_head_dim=2, v_head_dim=2)
+LAYOUT = KVLayout(fingerprint="0" * 64, dtype="float32", layers=(LAYER, LAYER))
 
 
 @dataclass
@@ -37,7 +40,7 @@ def add(
         "deadline_s": 30.0, "cache_salt": "", "priority": 0,
     }  # fmt: skip
     message = Prefill(**{**fields, **change})
-    scheduler.add(message, Outgoing(name, 1, 1, 0, link or Pipe(), 2), now)  # type: ignore[arg-type]
+    scheduler.add(message, Outgoing(name, 1, 1, 0, link or Pipe(), LAYOUT), now)  # type: ignore[arg-type]
 
 
 def run(scheduler: Scheduler, now: float = 0.0) -> list[tuple[str, int, int]]:
