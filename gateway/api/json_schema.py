@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .json_schema_shape import LISTS, MAPS, SINGLE
+from .regex import misread_in
 
 NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
@@ -27,6 +28,7 @@ BY_TYPE = {
     ),
 }  # fmt: skip
 CONSTRAINTS = frozenset(("type", *WHOLE, *(keyword for group in BY_TYPE.values() for keyword in group)))
+FREE_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})  # others unknown are notes only
 PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
     "array": (list,), "object": (dict,),
@@ -159,6 +161,10 @@ def _string_faults(part: dict[str, Any]) -> Iterator[str]:
         yield "minLength and maxLength cannot be enforced beside pattern or format"
     if "pattern" in part and "format" in part:
         yield "pattern cannot be enforced beside format"
+    if part.get("format") in FREE_FORMATS:
+        yield f"format {part['format']} cannot be enforced"
+    if fault := misread_in(part.get("pattern", "")):
+        yield f"pattern cannot be enforced: {fault}"
 
 
 def _container_faults(part: dict[str, Any]) -> Iterator[str]:
@@ -173,5 +179,8 @@ def _container_faults(part: dict[str, Any]) -> Iterator[str]:
     others = "patternProperties" in part or "propertyNames" in part
     if others and (properties or len(part.get("patternProperties") or {}) > 1 or "additionalProperties" in part):
         yield "patternProperties and propertyNames cannot be enforced beside other properties"
+    for pattern in part.get("patternProperties") or {}:
+        if fault := misread_in(pattern):
+            yield f"patternProperties cannot be enforced: {fault}"
     if "minProperties" in part and (others or part.get("additionalProperties") not in (None, False)):
         yield "minProperties can only be enforced for properties that are named"

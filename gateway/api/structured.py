@@ -18,6 +18,7 @@ from .errors import invalid, not_supported
 from .json_body import BadJson, load_json
 from .json_schema import first_unenforced
 from .json_schema_shape import first_malformed
+from .regex import misread_in
 
 BAD_GRAMMAR = "bad_grammar"
 
@@ -112,6 +113,8 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, str, Any]]:
 def _grammar(field: str, kind: str, value: Any) -> Grammar:
     match kind:
         case "regex":
+            if fault := misread_in(value):
+                raise invalid(f"{field}: {fault}", field, BAD_GRAMMAR)
             return Grammar("regex", value)
         case "ebnf":
             return Grammar("ebnf", value)
