@@ -35,9 +35,7 @@ ANYWHERE = (400, 401, 500, 503)
 WITH_BODY = (*ANYWHERE, 404, 408, 413, 415, 429)
 GENERATE = (*WITH_BODY, 504)
 OPERATOR = (*WITH_BODY, 403)
-STREAM = (
-    "Server-sent events: each `data:` line is a {chunk}, the last one `[DONE]`, or, where it fails, an ErrorAnswer."
-)
+STREAM = "Server-sent events: each `data:` line is a {chunk}, the last `[DONE]`, or an ErrorAnswer."
 # Pydantic leaves its own words where a bound stands behind a function.
 JSON_SCHEMA_WORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
@@ -145,10 +143,11 @@ def _describe(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if operation.answer is not None:
         content = {"application/json": {"schema": _schema(operation.answer)}}
+    text = "Done."
     if operation.chunk is not None:
         text = STREAM.format(chunk=operation.chunk.__name__)
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
-    responses = {str(operation.status): {"description": "Done.", "content": content}}
+        content["text/event-stream"] = {}  # OpenAPI has no words for the events
+    responses = {str(operation.status): {"description": text, "content": content}}
     refused = {"application/json": {"schema": _schema(answers.ErrorAnswer)}}
     responses |= {str(status): {"description": ERRORS[status], "content": refused} for status in operation.errors}
     return described | {"responses": responses}
