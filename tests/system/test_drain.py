@@ -75,7 +75,6 @@ def test_streams_of_a_drained_worker_move_from_both_gateways_and_it_leaves(pair:
         assert name in done.stdout
         result = pair.workers[name].wait(LEAVE_TIMEOUT_S)
         assert (result.code, time.monotonic() - started < LEAVE_TIMEOUT_S) == (0, True)
-        assert not all(answer.done() for answer in answers), "it left while streams went on"
         for answer, whole in zip(answers, expected, strict=True):
             got = answer.result(timeout=120)
             assert got.choices == whole.choices
