@@ -66,8 +66,10 @@ class Chat:
         return (*reasoning, *(filter(None, (form.opening, form.closing)) if form else ()))
 
 
-def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> Chat:
-    """Raises ApiError 400 naming the field."""
+def parse_chat_request(
+    request: ChatRequest, tokenizer: Tokenizer, *, add_special_tokens: bool = False, max_tokens: int | None = None
+) -> Chat:
+    """Raises ApiError 400 naming the field, also when the prompt is sure to have more than `max_tokens`."""
     if request.continue_final_message and request.add_generation_prompt:
         raise invalid("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
     add_generation_prompt = request.add_generation_prompt
@@ -84,6 +86,7 @@ def parse_chat_request(request: ChatRequest, tokenizer: Tokenizer, *, add_specia
         tools=tools if tokenizer.template.tools else None,
         template_kwargs=_effort(request) | request.chat_template_kwargs,
         add_special_tokens=add_special_tokens,
+        max_tokens=max_tokens,
     )
     reasoning = None
     if tokenizer.style.reasoning_parser == "think":

@@ -28,7 +28,7 @@ BY_TYPE = {
     ),
 }  # fmt: skip
 CONSTRAINTS = frozenset(("type", *WHOLE, *(keyword for group in BY_TYPE.values() for keyword in group)))
-FREE_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})  # names unknown to JSON Schema are notes
+FREE_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})  # not of the compiler's
 PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
     "array": (list,), "object": (dict,),

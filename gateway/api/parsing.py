@@ -44,7 +44,7 @@ def parse_chat(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Parsed
     request = _validate(ChatRequest, body, limits)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
-    chat = parse_chat_request(request, tokenizer)
+    chat = parse_chat_request(request, tokenizer, max_tokens=limits.max_model_len)
     prompt = chat.prompt
     _check_prompt(prompt, tokenizer, "messages")
     plain = request.max_completion_tokens is None
@@ -68,7 +68,7 @@ def parse_completion(body: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> 
         raise invalid("best_of greater than n cannot be streamed: which choices are best shows at the end.", "best_of")
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens: 0 is only allowed with echo.", "max_tokens")
-    prompts, texts = _prompts(request, tokenizer)
+    prompts, texts = _prompts(request, tokenizer, limits)
     if len(prompts) * best_of > MAX_PROMPTS:
         raise invalid(f"n: {len(prompts)} prompts times {best_of} choices are more than {MAX_PROMPTS}.", "n")
     max_tokens = []
@@ -135,13 +135,15 @@ def _from_validation(error: ValidationError) -> ApiError:
     return invalid(f"{path}: {what}", path or None)
 
 
-def _prompts(request: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[list[int]], list[str] | None]:
+def _prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits
+) -> tuple[list[list[int]], list[str] | None]:
     """Token ids per prompt, and the prompts' texts when they came as text."""
     prompt = request.prompt
-    if isinstance(prompt, str):
-        return [tokenizer.encode(prompt)], [prompt]
-    texts = [item for item in prompt if isinstance(item, str)]
+    texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
     if texts:
+        for text in texts:
+            tokenizer.require_fit(text, limits.max_model_len, "prompt")
         return [tokenizer.encode(text) for text in texts], texts
     token_lists = [item for item in prompt if isinstance(item, list)]
     return token_lists or [[item for item in prompt if isinstance(item, int)]], None

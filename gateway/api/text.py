@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import normalizers
+
 from ...transfer.errors import CheckpointError, ConfigError, UnsupportedModel
 from ...transfer.messages import Finish
 from .chat_output import PLAIN_STYLE, ChatStyle
@@ -34,6 +36,8 @@ from .stop_strings import StopScanner
 from .template_traits import template_traits
 
 log = logging.getLogger(__name__)
+
+COMPOSED_CHARS = 8  # that NFC may make one of, generously
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Tokenizer:
         self._byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self._anchor = self._find_anchor() if self._kind == "local" else None
         self.template = template_traits(self._probe_template)
+        self._chars_per_token = self._most_chars_per_token()
 
     @property
     def template_text(self) -> str:
@@ -131,8 +136,10 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         add_special_tokens: bool = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids as `apply_chat_template(messages, tokenize=True)`. Raises ApiError 400 naming the field."""
+        """Token ids as `apply_chat_template(messages, tokenize=True)`. Raises ApiError 400 naming the field, also when
+        they are sure to be more than `max_tokens`."""
         if self._hf.chat_template is None:
             raise invalid("This model has no chat template; use --chat-template or /v1/completions.", "messages")
         kwargs = template_kwargs or {}
@@ -150,6 +157,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is foreign code and may raise anything on messages it did not expect
             raise invalid(f"The chat template refused the messages: {_one_line(error)}", "messages") from error
+        if max_tokens is not None:
+            self.require_fit(text, max_tokens, "messages")
         # The template writes the special tokens itself: adding them here, too, doubles BOS.
         return self._encode(text, add_special_tokens)
 
@@ -209,6 +218,31 @@ class Tokenizer:
         hidden = self._special_ids if skip_special_tokens else frozenset[int]()
         id_to_token: Callable[[int], str | None] = self._backend.id_to_token
         return lambda token: None if token in hidden else id_to_token(token)
+
+    def require_fit(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuse a text that comes to more than `max_tokens` whatever is in it: reading it as tokens takes seconds for
+        a few megabytes. Raises ApiError 400 naming `param`."""
+        if self._chars_per_token is not None and len(text) > max_tokens * self._chars_per_token:
+            raise invalid(
+                f"This model's maximum context length is {max_tokens} tokens, and {len(text)} characters are more.",
+                param,
+                "context_length_exceeded",
+            )
+
+    def _most_chars_per_token(self) -> int | None:
+        """The most characters of a text that one token can stand for; None where nothing bounds them."""
+        if self._kind != "byte_level" or type(self._backend.model).__name__ != "BPE":
+            return None  # an unknown word may be one token, however long, or none
+        if any(added.lstrip or added.rstrip for added in self._backend.get_added_tokens_decoder().values()):
+            return None  # takes all the space around it in
+        longest = max(map(len, self._backend.get_vocab()))
+        match self._backend.normalizer:
+            case None:
+                return longest
+            case normalizers.NFC():
+                return longest * COMPOSED_CHARS
+            case _:
+                return None
 
     def _find_anchor(self) -> int | None:
         """A token whose text is plain letters also when it stands alone."""

@@ -158,3 +158,28 @@ def test_no_member_of_a_message_is_anything_but_parsed_or_refused(tokenizer: Tok
     body = encode({"model": "demo", "messages": [{"role": "user", "content": "x", key: value}]})
     result = outcome(parse_chat, body, tokenizer)
     assert isinstance(result, ParsedRequest) or result.status == 400
+
+
+def test_a_text_that_cannot_fit_is_refused_without_reading_it_as_tokens(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unread(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(Tokenizer, "_encode", unread)
+    long = "ab" * 1_000_000
+    for parse, field, value in (
+        (parse_completion, "prompt", long),
+        (parse_completion, "prompt", ["a" * 9_000_000]),
+        (parse_chat, "messages", [{"role": "user", "content": long}]),
+    ):
+        refused = outcome(parse, encode({"model": "demo", field: value}), tokenizer)
+        assert isinstance(refused, ApiError)
+        assert (refused.status, refused.param, refused.code) == (400, field, "context_length_exceeded")
+
+
+def test_no_text_that_fits_is_refused_for_its_length(tokenizers: dict[str, Tokenizer]) -> None:
+    for tokenizer in tokenizers.values():
+        vocabulary = [tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
+        for text in (max(vocabulary, key=len) * 3, "e\u0301" * 50, "  " * 40, "</s>   " * 9, "\u4f60" * 9, "w" * 500):
+            tokenizer.require_fit(text, len(tokenizer.encode(text)), "prompt")
