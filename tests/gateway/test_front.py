@@ -96,7 +96,7 @@ async def test_every_answer_says_what_is_left_and_the_request_beyond_it_is_a_429
             "x-ratelimit-remaining-tokens": first.headers["x-ratelimit-remaining-tokens"],
             "x-ratelimit-reset-tokens": first.headers["x-ratelimit-reset-tokens"],
         }
-        assert 950 <= int(first.headers["x-ratelimit-remaining-tokens"]) < 1000, "50 were used, and some came back since"
+        assert 950 <= int(first.headers["x-ratelimit-remaining-tokens"]) < 1000, "50 used, some came back since"
         assert (await complete(site, max_tokens="x")).status_code == 400
         refused = await complete(site)
         error = refused.json()["error"]
