@@ -149,11 +149,11 @@ class ChatOutput:
         return Delta(said, reasoning, calls)
 
     def finish_reason(self, finish: Finish) -> FinishReason:
-        """What the client is told: a call that was the model's to make has a reason of its own, one that the client
-        had named has not."""
+        """What the client is told: a call that was the model's to make has a reason of its own; one that the client
+        had named has not, nor has one that breaks off in its arguments (at a stop string), which nobody can make."""
         if finish != "stop" or self._calling is None or self._calls is None or not self._calls.num_calls:
             return finish
-        if self._calling.mode == "named":
+        if self._calling.mode == "named" or self._calls.unfinished:
             return "stop"
         return "function_call" if self._calling.legacy else "tool_calls"
 

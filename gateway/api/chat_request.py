@@ -77,6 +77,7 @@ def parse_chat_request(
         add_generation_prompt = not request.continue_final_message
     functions = functions_of(request)
     calling = calling_of(request, functions, tool_parser(tokenizer))
+    grammar = grammar_of(calling, functions) if calling else None
     # Under "none" the model is told of no tool: nobody would read its calls.
     tools = template_tools(functions) if calling else []
     prompt = tokenizer.encode_chat(
@@ -91,7 +92,6 @@ def parse_chat_request(
     reasoning = None
     if tokenizer.style.reasoning_parser == "think":
         reasoning = _opened(prompt, tokenizer, request.continue_final_message)
-    grammar = grammar_of(calling, functions) if calling else None
     opening, closing = tokenizer.token_id(OPENING), tokenizer.token_id(CLOSING)
     return Chat(prompt, OutputFormat(calling, reasoning), grammar, opening, closing)
 

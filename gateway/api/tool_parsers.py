@@ -100,6 +100,11 @@ class ToolCallParser:
         self.num_calls = 0
         self.over = False
 
+    @property
+    def unfinished(self) -> bool:
+        """Is the text within the arguments of a call?"""
+        return self._state is State.CALL and self._call.committed
+
     def _new_reader(self) -> CallReader:
         return CallReader(self._names, ARGUMENT_KEYS)
 
@@ -263,6 +268,7 @@ class NamedCall:
         self._name = name
         self.num_calls = 0
         self.over = False
+        self.unfinished = False  # not looked at: it makes no difference to the finish reason
 
     def feed(self, text: str, *, final: bool = False) -> tuple[str, list[CallDelta]]:
         deltas = []

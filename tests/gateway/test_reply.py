@@ -228,6 +228,10 @@ def test_cut_short_in_a_call_is_told_so(demo: Tokenizer) -> None:
     ids = demo.encode('<tool_call>{"name": "f", "arguments": {"a": "x')
     answer = summary(whole(demo, parsed, ids, "length"))
     assert (answer["finish_reason"], answer["calls"][0]["arguments"]) == ("length", '{"a": "x')
+    stopped = summary(whole(demo, request_of(demo, OutputFormat(AUTO), stop=["x"]), ids, "length"))
+    assert (stopped["finish_reason"], stopped["calls"][0]["arguments"]) == ("stop", '{"a": "')
+    behind = summary(whole(demo, request_of(demo, OutputFormat(AUTO), stop=["</tool_call>"]), demo.encode(CALLS)))
+    assert (behind["finish_reason"], behind["calls"][0]["arguments"]) == ("tool_calls", '{"a": "你"}')
 
 
 def test_openais_client_adds_a_stream_with_calls_up_to_the_whole_answer(demo: Tokenizer) -> None:
