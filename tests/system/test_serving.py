@@ -101,6 +101,17 @@ def test_transfer_moves_exactly_the_prompt_tokens_that_decode_lacks(demo_system:
     assert demo_system.metric("pdserve_local_prefill_total") == 0
 
 
+def test_four_choices_move_the_bytes_of_one_and_count_the_prompt_once(demo_system: System) -> None:
+    moved = []
+    for n, seed in ((1, 33), (4, 34)):
+        prompt, before = text_ids(seed, 600), bytes_moved(demo_system)
+        usage = demo_system.client.complete(prompt, n=n, max_tokens=2, ignore_eos=True).usage
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (600, 2 * n)
+        moved.append(bytes_moved(demo_system) - before)
+    assert moved == [600 * KV_BYTES_PER_TOKEN] * 2
+    demo_system.assert_idle(IDLE_WITHIN_S)
+
+
 def test_seeded_choices_differ_repeat_and_leave_no_block(demo_system: System) -> None:
     ask = {"n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 16}
     prompt = text_ids(41, 60)
