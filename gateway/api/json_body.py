@@ -39,7 +39,7 @@ def load_json(text: str) -> Any:
         raise BadJson(f"is not valid JSON: {error}") from None
     if text.count("[") + text.count("{") > MAX_NESTING:
         _refuse_nesting(value)
-    if "\\u" in text:
+    if "\\u" in text and isinstance(value, (str, dict, list)):
         _refuse_surrogates(value)
     return value
 
@@ -68,18 +68,19 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _refuse_nesting(value: Any) -> None:
-    """Level by level, since the nesting is the client's; of a path the first step is enough to find the place."""
-    level: list[tuple[str, Any]] = [("", value)]
-    for _ in range(MAX_NESTING):
-        level = [
-            (path or str(name), inner)
-            for path, outer in level
-            for name, inner in (outer.items() if isinstance(outer, dict) else enumerate(outer))
-            if isinstance(inner, (dict, list))
-        ]
-        if not level:
-            return
-    raise BadJson(f"is nested more than {MAX_NESTING} levels deep", level[0][0])
+    """Iterative, since the nesting is the client's; of a path the first step is enough to find the place."""
+    if not isinstance(value, (dict, list)):
+        return
+    for name, member in value.items() if isinstance(value, dict) else enumerate(value):
+        inside = [iter([member])]
+        while inside:
+            inner = next((one for one in inside[-1] if isinstance(one, (dict, list))), None)
+            if inner is None:
+                inside.pop()
+            elif len(inside) == MAX_NESTING:
+                raise BadJson(f"is nested more than {MAX_NESTING} levels deep", str(name))
+            else:
+                inside.append(iter(inner.values() if isinstance(inner, dict) else inner))
 
 
 def _refuse_surrogates(value: Any) -> None:
@@ -90,10 +91,10 @@ def _refuse_surrogates(value: Any) -> None:
         if isinstance(value, str):
             if _SURROGATE.search(value):
                 raise BadJson("holds an unpaired surrogate", path)
-        elif isinstance(value, dict):
-            for name, inner in value.items():
-                if _SURROGATE.search(name):
-                    raise BadJson("has a field whose name holds an unpaired surrogate", path)
+            continue
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in members:
+            if isinstance(name, str) and _SURROGATE.search(name):
+                raise BadJson("has a field whose name holds an unpaired surrogate", path)
+            if isinstance(inner, (str, dict, list)):
                 waiting.append((f"{path}.{name}".lstrip("."), inner))
-        elif isinstance(value, list):
-            waiting.extend((f"{path}.{index}".lstrip("."), inner) for index, inner in enumerate(value))
