@@ -11,6 +11,7 @@ import http
 import json
 import logging
 import resource
+import secrets
 import socket
 import sys
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class LimitedProtocol(AbortableProtocol):
             return
         body = json.dumps(error.body()).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers["x-request-id"] = secrets.token_hex(16)
         lines = [f"{name}: {value}\r\n" for name, value in {**headers, **error.headers}.items()]
         status = f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
         self.transport.write((status + "".join(lines) + "\r\n").encode("ascii") + body)

@@ -149,6 +149,12 @@ async def test_one_header_without_an_end_is_cut_at_the_limit(site: Site) -> None
     assert await push_until_cut(writer, b"y" * 4096) < 8_000_000  # what the buffers of both kernels' ends hold
 
 
+async def test_a_refusal_before_any_request_has_an_id_too(site: Site) -> None:
+    reader, _ = await site.raw(b"nonsense\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert b"\r\nx-request-id: " in await reader.read()
+
+
 async def test_what_is_not_http_is_a_400_in_openais_shape(site: Site) -> None:
     status, body = await site.answer(b"\x80\x04\x95 nonsense\r\n\r\n")
     assert status == 400
