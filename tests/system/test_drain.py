@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(300, method="signal")
 LEAVE_TIMEOUT_S = 15.0
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LONG = {"max_tokens": 1000, **GREEDY}
+VERY_LONG = {"max_tokens": 4000, **GREEDY}  # for longer than the command `pdserve drain` takes to start
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +58,18 @@ def holder(gateway: Gateway) -> str | None:
     return next((name for name, blocks in held.items() if blocks), None)
 
 
-def stream(pool: ThreadPoolExecutor, gateway: Gateway, prompt: list[int]) -> Future[Answer]:
-    return pool.submit(gateway.client.stream, "/v1/completions", prompt=prompt, **LONG)
+def stream(
+    pool: ThreadPoolExecutor, gateway: Gateway, prompt: list[int], ask: dict[str, object] = LONG
+) -> Future[Answer]:
+    return pool.submit(gateway.client.stream, "/v1/completions", prompt=prompt, **ask)
 
 
 def test_streams_of_a_drained_worker_move_from_both_gateways_and_it_leaves(pair: Cluster) -> None:
     first, second = pair.gateways.values()
-    prompts = [random_prompt(seed, 100) for seed in range(6)]
-    expected = [first.client.complete(prompt, **LONG) for prompt in prompts]
+    prompts = [random_prompt(seed, 100) for seed in range(4)]
+    expected = [first.client.complete(prompt, **VERY_LONG) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
-        answers = [stream(pool, (first, second)[i % 2], prompt) for i, prompt in enumerate(prompts)]
+        answers = [stream(pool, (first, second)[i % 2], prompt, VERY_LONG) for i, prompt in enumerate(prompts)]
         name = eventually(lambda: holder(first), 20, "a decode worker is at it")
         other = {"decode-0": "decode-1", "decode-1": "decode-0"}[name]
         started = time.monotonic()
@@ -78,7 +81,7 @@ def test_streams_of_a_drained_worker_move_from_both_gateways_and_it_leaves(pair:
         for answer, whole in zip(answers, expected, strict=True):
             got = answer.result(timeout=120)
             assert got.choices == whole.choices
-            assert got.usage["completion_tokens"] == LONG["max_tokens"]
+            assert got.usage["completion_tokens"] == VERY_LONG["max_tokens"]
     assert sum(gateway.metric("pdserve_retries_total", kind="drained") for gateway in (first, second)) > 0
     assert sum(gateway.metric("pdserve_retries_total", kind="failed") for gateway in (first, second)) == 0
     assert sum(gateway.metric("pdserve_retries_total", kind="decode_lost") for gateway in (first, second)) == 0

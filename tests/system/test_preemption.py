@@ -18,7 +18,7 @@ NUM_REQUESTS = 16
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 160
 BLOCK_SIZE = 16
-POOL_BLOCKS = NUM_REQUESTS * (PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE // 3
+POOL_BLOCKS = NUM_REQUESTS * (PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE // 8
 
 
 @pytest.fixture(scope="module", params=["disaggregated", "aggregated"])
@@ -30,7 +30,7 @@ def small_pool_system(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Sy
         yield system
 
 
-def test_requests_of_three_times_the_pool_finish_with_the_reference_text(
+def test_requests_of_eight_times_the_pool_finish_with_the_reference_text(
     small_pool_system: System, tiny_reference: Reference
 ) -> None:
     cases = []

@@ -102,7 +102,7 @@ def test_a_stop_string_cuts_and_an_end_is_an_end_whatever_else_is_asked(demo_sys
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "fish"}}}},
             "response_format.json_schema.schema",
-            "fish",
+            "type must be one of",
         ),
     ],
 )
