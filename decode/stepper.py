@@ -48,9 +48,7 @@ class Stepper:
 
     def warm_up(self) -> None:
         """Decode one token for real."""
-        blocks = self._engine.pool.allocate(1)
-        self._runner.forward([Chunk([0], 0, blocks, True)])
-        self._engine.pool.release(blocks)
+        self._runner.warm_up(self._engine.pool)
 
     def chunk_tokens(self, most: int, budget_s: float, *, busy: bool) -> int:
         """Tokens of local prefill for one step: `most`, and beside running sequences what the ITL budget affords."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.attention import AttentionBatch, paged_attention
 from ..kernels.cache_ops import write_kv
+from .block_pool import BlockPool
 from .head import Head
 from .hook import AttentionCall, install
 from .kv_cache import KVCache
@@ -50,6 +51,12 @@ class Runner:
         self._layer = 0
         self.head = Head(model.module)
         install(model.module, self._attend)
+
+    def warm_up(self, pool: BlockPool) -> None:
+        """Compute one token for real, before anybody is told that this worker is ready."""
+        blocks = pool.allocate(1)
+        self.forward([Chunk([0], 0, blocks, True)])
+        pool.release(blocks)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:  # [chunks with sample, vocab] float32

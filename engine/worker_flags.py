@@ -11,6 +11,7 @@ from ..transfer.channel import check_exposed
 from ..transfer.errors import ConfigError
 from ..transfer.keys import Curve, load_keys
 from ..transfer.links import LinkMode
+from ..transfer.ring import DEFAULT_RING_BYTES
 from .config import add_common_arguments
 from .kv_cache import parse_size
 from .setup import EngineConfig, add_engine_arguments, engine_config
@@ -32,7 +33,7 @@ class WorkerConfig:
     check_invariants: bool = False
     curve: Curve | None = None
     link: LinkMode = "auto"
-    ring_bytes: int = 64 * 1024 * 1024
+    ring_bytes: int = DEFAULT_RING_BYTES
 
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,10 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
         "--link", choices=get_args(LinkMode), default=WorkerConfig.link,
         help="how KV moves: auto is shm (shared memory) between workers of one machine, zmq else",
     )  # fmt: skip
-    parser.add_argument("--ring-memory", default="64M", help="shared memory of each shm link, of a prefill worker")
+    parser.add_argument(
+        "--ring-memory", default=f"{DEFAULT_RING_BYTES >> 20}M",
+        help="shared memory of each shm link, of a prefill worker",
+    )  # fmt: skip
     parser.add_argument("--cpu", type=int, help="pin to this core")
     parser.add_argument("--check-invariants", action="store_true", help="prove the block states every step")
 

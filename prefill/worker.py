@@ -99,7 +99,8 @@ class PrefillWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
-        self._warm_up()
+        self._runner.warm_up(self._engine.pool)
+        self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:
                 self._receive()
@@ -117,13 +118,6 @@ class PrefillWorker:
             self._peers.close()
             self._grammars.close()
             self._context.destroy(linger=200)
-
-    def _warm_up(self) -> None:
-        """Compute one token for real before anybody is told that this worker is ready."""
-        blocks = self._engine.pool.allocate(1)
-        self._runner.forward([Chunk([0], 0, blocks, True)])
-        self._engine.pool.release(blocks)
-        self._ready = True
 
     def _receive(self) -> None:
         self._pump()

@@ -23,6 +23,7 @@ from .messages import RingOffer
 
 HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 64
+DEFAULT_RING_BYTES = 64 * 1024 * 1024
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -40,7 +40,7 @@ from .messages import (
     TokenLogprobs,
     Welcome,
 )
-from .ring import RingWriter
+from .ring import DEFAULT_RING_BYTES, RingWriter
 from .slab import KVStore, checksum
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class LinkOptions:
 
     mode: LinkMode = "auto"
     host: str = ""
-    ring_bytes: int = 64 * 1024 * 1024
+    ring_bytes: int = DEFAULT_RING_BYTES
     curve: Curve | None = None
 
 
