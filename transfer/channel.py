@@ -183,6 +183,7 @@ class Router:
             self.socket.close(linger=0)
             raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
         self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._guard.bound(self.address)
 
     def send(self, peer: str, message: Message) -> bool:
         """True if the message is on its way; False if that peer is not connected (any more) or does not read."""

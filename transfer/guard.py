@@ -89,6 +89,14 @@ def _cookie(handle: sockets.socket) -> bytes:
     return handle.getsockopt(sockets.SOL_SOCKET, SO_COOKIE, 8)
 
 
+def _came_to(address: str, handle: sockets.socket) -> bool:
+    """Whether the socket is one that was accepted at `address`, rather than another use of its number."""
+    name = handle.getsockname()
+    if isinstance(name, str):
+        return address == f"ipc://{name}"
+    return address.startswith("tcp://") and address.endswith(f":{name[1]}")
+
+
 def _received_bytes(handle: sockets.socket) -> int | None:
     """All bytes this connection has ever brought; None when the kernel does not count them."""
     if handle.family not in (sockets.AF_INET, sockets.AF_INET6):
@@ -113,6 +121,7 @@ class Guard:
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._cut_descriptors: set[int] = set()  # whose numbers were not given to a new connection yet
         self._dropped: deque[str] = deque(maxlen=100_000)
+        self._address = ""  # where the socket listens
         address = f"inproc://guard-{os.getpid()}-{next(_numbers)}"
         socket.monitor(address, EVENTS)
         # Of a shadow context, whose sockets `destroy` of the context itself does not close under the thread's feet.
@@ -123,9 +132,13 @@ class Guard:
 
     # --- for the owner of the socket -----------------------------------------------------------------------------
 
+    def bound(self, address: str) -> None:
+        """The socket listens there now."""
+        self._address = address
+
     def delivered(self, descriptor: int, frame_bytes: list[int]) -> Standing:
         """Note a message that was taken, by the sizes of its frames. Returns how its sender stands."""
-        connection = self._connections.get(descriptor)
+        connection = self._connection(descriptor)
         if connection is None:
             return Standing.CUT if descriptor in self._cut_descriptors else Standing.STRANGER
         connection.delivered_bytes += sum(wire_bytes(size, self._encrypted) for size in frame_bytes)
@@ -151,6 +164,23 @@ class Guard:
         """Reasons for which connections were refused or cut since the last call."""
         while self._dropped:
             yield self._dropped.popleft()
+
+    def _connection(self, descriptor: int) -> Connection | None:
+        """The connection of that number. Its first message may be here before the news that it was accepted."""
+        connection = self._connections.get(descriptor)
+        if connection is None and descriptor not in self._cut_descriptors:
+            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as handle:
+                if _came_to(self._address, handle):
+                    return self._meet(descriptor, _cookie(handle))
+        return connection
+
+    def _meet(self, descriptor: int, cookie: bytes) -> Connection:
+        with self._lock:
+            connection = self._connections.get(descriptor)
+            if connection is None or connection.cookie != cookie:
+                connection = self._connections[descriptor] = Connection(descriptor, cookie)
+                self._cut_descriptors.discard(descriptor)
+        return connection
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -181,13 +211,11 @@ class Guard:
     def _accepted(self, descriptor: int) -> None:
         try:
             with sockets.socket(fileno=os.dup(descriptor)) as handle:
-                connection = Connection(descriptor, _cookie(handle))
+                self._meet(descriptor, _cookie(handle))
         except OSError:  # it has gone already
             return
         with self._lock:
-            self._connections[descriptor] = connection
-            self._cut_descriptors.discard(descriptor)
-        strangers = [other for other in self._connections.values() if not other.trusted]
+            strangers = [other for other in self._connections.values() if not other.trusted]
         if len(strangers) > MAX_STRANGERS:
             self._cut(strangers[0], "too_many_connections")
 

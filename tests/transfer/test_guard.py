@@ -3,6 +3,7 @@
 import contextlib
 import socket as sockets
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import zmq
 from pdserve.transfer import guard
 from pdserve.transfer.channel import STRANGER_FRAME_BYTES, STRANGERS_PER_DRAIN, Dealer, FrameCounts, Received, Router
 from pdserve.transfer.codec import encode
+from pdserve.transfer.guard import Guard
 from pdserve.transfer.keys import create_keys, load_keys
 from pdserve.transfer.messages import Credit, Message, Slab
 
@@ -189,6 +191,36 @@ def test_all_that_an_honest_peer_sends_is_accounted_for(
         assert handle is not None
         under_way = (guard._received_bytes(handle) or 0) - connection.delivered_bytes
     assert 0 <= under_way < 600  # the handshake
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_trust_given_before_the_news_of_a_connection_is_kept(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
+) -> None:
+    """The guard's thread may learn of a connection after the owner has taken its first message."""
+    news, told = threading.Event(), threading.Event()
+    take_events = Guard._take_events
+
+    def take_late(watcher: Guard, monitor: zmq.Socket[bytes]) -> None:
+        assert news.wait(10)
+        take_events(watcher, monitor)
+        told.set()
+
+    monkeypatch.setattr(Guard, "_take_events", take_late)
+    address = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
+    router = Router(context, address, FrameCounts())
+    dealer = Dealer(context, router.address, "p#00000000/1", FrameCounts())
+    dealer.send(Credit(1))
+    while dealer.pending:
+        dealer.flush()
+    assert collect(router, bool)
+    (early,) = router._guard._connections.values()
+    news.set()
+    assert told.wait(10)
+    (connection,) = router._guard._connections.values()
+    assert connection is early
+    assert connection.trusted
+    assert connection.delivered_bytes
 
 
 def test_the_oldest_of_too_many_strangers_goes_and_peers_stay(
