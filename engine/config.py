@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from ..transfer.errors import ConfigError, RegistrationRefused
 
 EXIT_CONFIG = 2
 EXIT_REFUSED = 3
+STDERR_FILENO = 2
 PR_SET_PDEATHSIG = 1
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -124,8 +126,10 @@ def handle_termination(drain: Callable[[], None], stop: Callable[[], None]) -> N
 def run_main(program: str, main: Callable[[], None]) -> int:
     """Run `main` and map what it raises to an exit code, with one line on stderr.
 
-    0 clean (also after SIGINT), 2 ConfigError, 3 RegistrationRefused. Anything else is a bug and keeps its traceback.
+    0 clean (also after SIGINT), 2 ConfigError, 3 RegistrationRefused. Anything else is a bug and keeps its traceback;
+    where a library ends the process (SIGABRT, SIGSEGV, ...), stderr says where every thread was.
     """
+    faulthandler.enable(STDERR_FILENO)
     try:
         main()
     except ConfigError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +41,11 @@ def test_an_event_s_fields_are_members_of_the_json_line(capsys: pytest.CaptureFi
     entry = json.loads(line)
     assert {name: entry[name] for name in FIELDS} == FIELDS
     assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "x")
+
+
+def test_a_process_that_a_library_aborts_says_where_it_was() -> None:
+    program = "import os; from pdserve.engine.config import run_main; run_main('pdserve.test', lambda: os.abort())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert "run_main" in done.stderr

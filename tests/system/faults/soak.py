@@ -35,6 +35,7 @@ WARM_UP_FAULTS = 50
 MAX_MISSES = 200
 SPARED = ("prefill-0", "decode-0")  # never killed, so that their memory can be watched
 PROGRESS_EVERY_S = 10.0
+LAST_WORDS_CHARS = 8000
 
 
 @dataclass
@@ -154,7 +155,8 @@ class Soak:
         """The system is whole again, holds nothing, and answers every case as before."""
         judge = self.judge
         for ended in self.fleet.ended:
-            judge.violation(f"{ended.name} ended by itself with code {ended.code}")
+            tail = self.fleet.log_file(ended.name).read_text(errors="replace")[-LAST_WORDS_CHARS:]
+            judge.violation(f"{ended.name} ended by itself with code {ended.code}; its last words:\n{tail}")
         if self.fleet.ended:
             return
         try:
