@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("native")
 COMMON_FLAGS = (
-    "-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden",
+    "-std=gnu11", "-O3", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden",
     "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wno-psabi",
 )  # fmt: skip
 # Instruction sets by the name torch gives what this processor, and its operating system, can run.
@@ -46,6 +46,8 @@ SIGNATURES = {  # a letter for every argument
     "pd_gated_mlp": "ppppi",
     "pd_decode_attention": "pippipppiiiiiififppp",
     "pd_scatter_rows": "ppipii",
+    "pd_set_threads": "ipp",
+    "pd_helped_ns": "p",
 }
 
 

@@ -3,9 +3,12 @@
  * Nothing here mixes rows. Weights stay where the model has them; what a model has not is a null pointer.
  */
 #include "linear.h"
+#include "threads.h"
 #include "vector.h"
 
 #include <math.h>
+
+#define ITEM_ROWS 16 /* of norms and rotary positions, which are next to nothing */
 
 typedef struct {
     int64_t hidden, heads, kv_heads, head_dim, inner; /* inner: width of the MLP */
@@ -49,6 +52,48 @@ static void rotate(float *restrict x, const float *restrict cos, const float *re
     }
 }
 
+/* What the items of one call share; its arguments. */
+typedef struct {
+    const Layer *layer;
+    const float *in, *weight, *cos, *sin;
+    float *out;
+    float eps;
+    int64_t rows, rotary, stride;
+} Rows;
+
+static int64_t row_items(int64_t rows) { return (rows + ITEM_ROWS - 1) / ITEM_ROWS; }
+static int64_t last_row(const Rows *all, int64_t item) {
+    const int64_t end = (item + 1) * ITEM_ROWS;
+    return end < all->rows ? end : all->rows;
+}
+
+static void norm_item(void *context, int64_t item) {
+    const Rows *all = context;
+    const int64_t size = all->layer->hidden;
+    for (int64_t r = item * ITEM_ROWS; r < last_row(all, item); r++)
+        norm(all->in + r * size, all->weight, all->eps, size, all->out + r * size);
+}
+
+static void norm_rows(const Layer *layer, const float *in, const float *weight, float eps, float *out, int64_t rows) {
+    Rows all = {layer, in, weight, .out = out, .eps = eps, .rows = rows};
+    pd_parallel(norm_item, &all, row_items(rows));
+}
+
+/* Norms of q and k, and rotary positions, in place. */
+static void position_item(void *context, int64_t item) {
+    const Rows *all = context;
+    const Layer *layer = all->layer;
+    const int64_t head_dim = layer->head_dim, q_width = layer->heads * head_dim, kv_width = layer->kv_heads * head_dim;
+    for (int64_t r = item * ITEM_ROWS; r < last_row(all, item); r++) {
+        float *q = all->out + r * all->stride, *k = q + q_width;
+        const float *cos = all->cos + r * all->rotary, *sin = all->sin + r * all->rotary;
+        if (layer->q_norm) norm_parts(q, layer->q_norm, layer->q_eps, layer->q_norm_size, q_width);
+        if (layer->k_norm) norm_parts(k, layer->k_norm, layer->k_eps, layer->k_norm_size, kv_width);
+        rotate(q, cos, sin, layer->heads, head_dim, all->rotary);
+        rotate(k, cos, sin, layer->kv_heads, head_dim, all->rotary);
+    }
+}
+
 /* hidden [rows, hidden] -> qkv [rows, (heads + 2 * kv_heads) * head_dim]: q, then k, then v. cos, sin [rows, rotary].
  * scratch [rows, hidden]. */
 EXPORT void pd_attention_inputs(const Layer *layer, const float *hidden, const float *cos, const float *sin,
@@ -57,41 +102,64 @@ EXPORT void pd_attention_inputs(const Layer *layer, const float *hidden, const f
     const int64_t q_width = layer->heads * head_dim, kv_width = layer->kv_heads * head_dim;
     const int64_t stride = q_width + 2 * kv_width;
     float *k = qkv + q_width, *v = k + kv_width;
-    for (int64_t r = 0; r < rows; r++)
-        norm(hidden + r * size, layer->input_norm, layer->input_eps, size, scratch + r * size);
-    pd_linear(scratch, size, layer->q, layer->q_bias, 0, 0, qkv, stride, rows, q_width, size);
-    pd_linear(scratch, size, layer->k, layer->k_bias, 0, 0, k, stride, rows, kv_width, size);
-    pd_linear(scratch, size, layer->v, layer->v_bias, 0, 0, v, stride, rows, kv_width, size);
-    for (int64_t r = 0; r < rows; r++) {
-        if (layer->q_norm) norm_parts(qkv + r * stride, layer->q_norm, layer->q_eps, layer->q_norm_size, q_width);
-        if (layer->k_norm) norm_parts(k + r * stride, layer->k_norm, layer->k_eps, layer->k_norm_size, kv_width);
-        rotate(qkv + r * stride, cos + r * rotary, sin + r * rotary, layer->heads, head_dim, rotary);
-        rotate(k + r * stride, cos + r * rotary, sin + r * rotary, layer->kv_heads, head_dim, rotary);
-    }
+    norm_rows(layer, hidden, layer->input_norm, layer->input_eps, scratch, rows);
+    const Linear linears[] = {
+        {scratch, layer->q, layer->q_bias, 0, qkv, size, 0, stride, rows, q_width, size},
+        {scratch, layer->k, layer->k_bias, 0, k, size, 0, stride, rows, kv_width, size},
+        {scratch, layer->v, layer->v_bias, 0, v, size, 0, stride, rows, kv_width, size},
+    };
+    run_linears(linears, 3);
+    Rows all = {layer, .cos = cos, .sin = sin, .out = qkv, .rows = rows, .rotary = rotary, .stride = stride};
+    pd_parallel(position_item, &all, row_items(rows));
 }
 
 /* attended [rows, heads * head_dim] and the layer's input -> sum [rows, hidden], normed [rows, hidden]. */
 EXPORT void pd_attention_outputs(const Layer *layer, const float *attended, const float *hidden, float *sum,
                                  float *normed, int64_t rows) {
     const int64_t size = layer->hidden, width = layer->heads * layer->head_dim;
-    pd_linear(attended, width, layer->o, layer->o_bias, hidden, size, sum, size, rows, size, width);
-    for (int64_t r = 0; r < rows; r++) norm(sum + r * size, layer->post_norm, layer->post_eps, size, normed + r * size);
+    const Linear out = {attended, layer->o, layer->o_bias, hidden, sum, width, size, size, rows, size, width};
+    run_linears(&out, 1);
+    norm_rows(layer, sum, layer->post_norm, layer->post_eps, normed, rows);
+}
+
+typedef struct {
+    Linear gate, up;
+    Cut cut;
+} Gated;
+
+/* One part of gate and of up, then the activation there: gate becomes silu(gate) * up. */
+static void gated_item(void *context, int64_t item) {
+    const Gated *gated = context;
+    const Cut *cut = &gated->cut;
+    linear_item(&gated->gate, cut, item);
+    linear_item(&gated->up, cut, item);
+    const int64_t inner = gated->gate.outs, first = item / cut->ranges * cut->rows, col = item % cut->ranges * cut->outs;
+    for (int64_t r = first; r < first + cut->rows && r < gated->gate.rows; r++) {
+        float *gate = gated->gate.y + r * inner;
+        const float *up = gated->up.y + r * inner;
+        const int64_t end = col + cut->outs < inner ? col + cut->outs : inner;
+        int64_t i = col;
+        for (; i + LANES <= end; i += LANES) {
+            vec value = load(gate + i);
+            store(gate + i, value / (1.0f + exponential(-value)) * load(up + i));
+        }
+        if (i < end) {
+            vec value = load_part(gate + i, end - i);
+            store_part(gate + i, value / (1.0f + exponential(-value)) * load_part(up + i, end - i), end - i);
+        }
+    }
 }
 
 /* sum += down(silu(gate(normed)) * up(normed)). scratch [2, rows, inner]. */
 EXPORT void pd_gated_mlp(const Layer *layer, const float *normed, float *sum, float *scratch, int64_t rows) {
-    const int64_t size = layer->hidden, inner = layer->inner, count = rows * inner;
-    float *gate = scratch, *up = scratch + count;
-    pd_linear(normed, size, layer->gate, layer->gate_bias, 0, 0, gate, inner, rows, inner, size);
-    pd_linear(normed, size, layer->up, layer->up_bias, 0, 0, up, inner, rows, inner, size);
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        vec value = load(gate + i);
-        store(gate + i, value / (1.0f + exponential(-value)) * load(up + i));
-    }
-    if (i < count) {
-        vec value = load_part(gate + i, count - i);
-        store_part(gate + i, value / (1.0f + exponential(-value)) * load_part(up + i, count - i), count - i);
-    }
-    pd_linear(gate, inner, layer->down, layer->down_bias, sum, size, sum, size, rows, size, inner);
+    const int64_t size = layer->hidden, inner = layer->inner;
+    float *gate = scratch, *up = scratch + rows * inner;
+    Gated gated = {
+        {normed, layer->gate, layer->gate_bias, 0, gate, size, 0, inner, rows, inner, size},
+        {normed, layer->up, layer->up_bias, 0, up, size, 0, inner, rows, inner, size},
+    };
+    gated.cut = cut_linear(&gated.gate, 2);
+    pd_parallel(gated_item, &gated, gated.cut.items);
+    const Linear down = {gate, layer->down, layer->down_bias, sum, sum, inner, size, size, rows, size, inner};
+    run_linears(&down, 1);
 }

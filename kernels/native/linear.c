@@ -1,9 +1,10 @@
-/* y = x @ w.T (+ bias) (+ residual), float32, one thread.
+/* y = x @ w.T (+ bias) (+ residual), float32.
  *
  * Every element is one dot product along K: LANES partial sums in the order of K, folded in a fixed order. The tile an
  * element happens to be in does not change that, so a row's bits never depend on the rows beside it or on their number.
  */
 #include "linear.h"
+#include "threads.h"
 #include "vector.h"
 
 #if LANES == 16
@@ -13,14 +14,12 @@
 #endif
 #define COLS 4
 #define BLOCK_BYTES (384 << 10) /* of x that are walked again and again: they should stay in L2 */
+#define ITEM_BYTES (192 << 10)  /* of weights in an item, */
+#define ITEM_STEPS (2 << 20)    /* and multiplications: whichever is less */
+#define ITEM_COLS 16            /* but no fewer columns, */
+#define MOST_LINEARS 4
 
-typedef struct {
-    const float *x, *w, *bias, *residual;
-    float *y;
-    int64_t x_stride, residual_stride, y_stride, k;
-} Job;
-
-INLINE void finish(const Job *job, int64_t row, int64_t col, vec4 sums) {
+INLINE void finish(const Linear *job, int64_t row, int64_t col, vec4 sums) {
     if (job->bias) sums += load4(job->bias + col);
     if (job->residual) sums += load4(job->residual + row * job->residual_stride + col);
     store4(job->y + row * job->y_stride + col, sums);
@@ -30,7 +29,7 @@ INLINE void finish(const Job *job, int64_t row, int64_t col, vec4 sums) {
  * The weights of the next columns are fetched into L2 meanwhile, by every tile of these columns: at 8 to 16 rows that
  * is worth half as much speed again as if only the first tile asked for them. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-INLINE void tile(const int rows, const Job *job, int64_t row, int64_t col) {
+INLINE void tile(const int rows, const Linear *job, int64_t row, int64_t col) {
     const int64_t k = job->k, stride = job->x_stride;
     const float *x = job->x + row * stride, *w = job->w + col * k;
 #define DECLARE(r) vec sum##r##a = {0}, sum##r##b = {0}, sum##r##c = {0}, sum##r##d = {0};
@@ -73,7 +72,7 @@ INLINE void tile(const int rows, const Job *job, int64_t row, int64_t col) {
 }
 
 /* One row of eight columns, so that there are enough sums which do not wait for each other. */
-INLINE void wide_tile(const Job *job, int64_t row, int64_t col) {
+INLINE void wide_tile(const Linear *job, int64_t row, int64_t col) {
     const int64_t k = job->k;
     const float *x = job->x + row * job->x_stride, *w = job->w + col * k;
     vec a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};
@@ -96,7 +95,7 @@ INLINE void wide_tile(const Job *job, int64_t row, int64_t col) {
     finish(job, row, col + 4, fold_sums(e, f, g, h));
 }
 
-static void single(const Job *job, int64_t row, int64_t col) {
+static void single(const Linear *job, int64_t row, int64_t col) {
     const float *x = job->x + row * job->x_stride, *w = job->w + col * job->k;
     vec sums = {0};
     int64_t i = 0;
@@ -108,7 +107,7 @@ static void single(const Job *job, int64_t row, int64_t col) {
     job->y[row * job->y_stride + col] = sum;
 }
 
-static void tile_of(int64_t rows, const Job *job, int64_t row, int64_t col) {
+static void tile_of(int64_t rows, const Linear *job, int64_t row, int64_t col) {
     switch (rows) {
     case 1: tile(1, job, row, col); break;
     case 2: tile(2, job, row, col); break;
@@ -121,27 +120,65 @@ static void tile_of(int64_t rows, const Job *job, int64_t row, int64_t col) {
     }
 }
 
-/* x [rows, k], w [outs, k] contiguous, bias [outs] or null, residual [rows, outs] or null (may be y itself). */
+/* Rows [first .. end) of columns [col .. last). */
+static void part(const Linear *job, int64_t first, int64_t end, int64_t col, int64_t last) {
+    const int64_t tiles = (end - first + MOST_ROWS - 1) / MOST_ROWS;
+    if (end - first == 1)
+        for (; col + 2 * COLS <= last; col += 2 * COLS) wide_tile(job, first, col);
+    for (; col + COLS <= last; col += COLS) {
+        int64_t row = first;
+        for (int64_t left = tiles; left > 0; left--) { /* tiles of nearly equal height */
+            int64_t rows_here = (end - row + left - 1) / left;
+            tile_of(rows_here, job, row, col);
+            row += rows_here;
+        }
+    }
+    for (; col < last; col++)
+        for (int64_t row = first; row < end; row++) single(job, row, col);
+}
+
+static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+Cut cut_linear(const Linear *linear, int64_t products) {
+    const int64_t k = linear->k ? linear->k : 1, rows = linear->rows ? linear->rows : 1;
+    int64_t block = BLOCK_BYTES / (4 * k);
+    block = (block < 48 ? 48 : block) / MOST_ROWS * MOST_ROWS;
+    int64_t width = smaller_of(ITEM_BYTES / (4 * k), ITEM_STEPS / (smaller_of(block, rows) * k)) / products;
+    width = width < ITEM_COLS ? ITEM_COLS : width / ITEM_COLS * ITEM_COLS;
+    const int64_t ranges = (linear->outs + width - 1) / width;
+    return (Cut){block, width, ranges, (linear->rows + block - 1) / block * ranges};
+}
+
+void linear_item(const Linear *linear, const Cut *cut, int64_t item) {
+    const int64_t row = item / cut->ranges * cut->rows, col = item % cut->ranges * cut->outs;
+    part(linear, row, smaller_of(row + cut->rows, linear->rows), col, smaller_of(col + cut->outs, linear->outs));
+}
+
+typedef struct {
+    const Linear *linears;
+    Cut cuts[MOST_LINEARS];
+} Several;
+
+static void several_item(void *context, int64_t item) {
+    const Several *several = context;
+    int64_t i = 0;
+    for (; item >= several->cuts[i].items; i++) item -= several->cuts[i].items;
+    linear_item(several->linears + i, several->cuts + i, item);
+}
+
+void run_linears(const Linear *linears, int64_t count) {
+    Several several = {linears};
+    int64_t items = 0;
+    for (int64_t i = 0; i < count; i++) {
+        several.cuts[i] = cut_linear(linears + i, 1);
+        items += several.cuts[i].items;
+    }
+    pd_parallel(several_item, &several, items);
+}
+
+/* See `Linear`. */
 EXPORT void pd_linear(const float *x, int64_t x_stride, const float *w, const float *bias, const float *residual,
                       int64_t residual_stride, float *y, int64_t y_stride, int64_t rows, int64_t outs, int64_t k) {
-    const Job job = {x, w, bias, residual, y, x_stride, residual_stride, y_stride, k};
-    int64_t block = BLOCK_BYTES / (4 * (k ? k : 1));
-    block = (block < 48 ? 48 : block) / MOST_ROWS * MOST_ROWS;
-    for (int64_t first = 0; first < rows; first += block) {
-        int64_t end = first + block < rows ? first + block : rows;
-        int64_t tiles = (end - first + MOST_ROWS - 1) / MOST_ROWS;
-        int64_t col = 0;
-        if (end - first == 1)
-            for (; col + 2 * COLS <= outs; col += 2 * COLS) wide_tile(&job, first, col);
-        for (; col + COLS <= outs; col += COLS) {
-            int64_t row = first;
-            for (int64_t left = tiles; left > 0; left--) { /* tiles of nearly equal height */
-                int64_t rows_here = (end - row + left - 1) / left;
-                tile_of(rows_here, &job, row, col);
-                row += rows_here;
-            }
-        }
-        for (; col < outs; col++)
-            for (int64_t row = first; row < end; row++) single(&job, row, col);
-    }
+    const Linear linear = {x, w, bias, residual, y, x_stride, residual_stride, y_stride, rows, outs, k};
+    run_linears(&linear, 1);
 }

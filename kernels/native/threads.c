@@ -1,0 +1,251 @@
+/* A small team of threads for the items of one kernel at a time.
+ *
+ * The caller and its helpers claim items from one counter, so nobody waits for a thread that has not come: a helper
+ * that sleeps, or has lost its core, costs nothing but the item that it holds. Helpers look out for the next job for a
+ * moment, since a step is a string of them, and then sleep. How many there are, and on which cores, may change at any
+ * time, from any thread, in the middle of a job too.
+ *
+ * The counter holds the number of the job above that of the next item, and every claim is a compare-and-swap. The caller
+ * closes the counter, describes the next job, and opens it with the next number. So what a helper has read of a job is
+ * still true if its claim succeeds, and one that comes late cannot take an item of one job for that of another.
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "threads.h"
+#include "vector.h"
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MOST_HELPERS 31
+#define ITEM_BITS 32
+#define CLOSED 0xffffffffull /* in place of an item: above every count */
+#define LOOK_OUT_NS 80000   /* of a helper, for the next job: longer than what lies between two of a step */
+#define WAIT_NS 150000      /* of the caller, for an item that a helper holds, until it fetches that helper */
+#define STACK_BYTES (1 << 20)
+#define LINE _Alignas(64) /* what different threads write lies in different cache lines */
+
+typedef struct {
+    LINE atomic_uint asleep; /* and what it sleeps on */
+    atomic_bool working;     /* it has, or is about to claim, an item */
+    atomic_bool away;        /* not on its own core: the caller fetched it */
+    atomic_int core;
+    atomic_llong worked_ns;
+    pthread_t thread;
+    bool exists;
+} Helper;
+
+static struct {
+    LINE atomic_uint_least64_t ticket; /* job << ITEM_BITS | next item */
+    LINE atomic_uint done;             /* items that helpers have done; the caller may sleep on it */
+    atomic_uint waiting;               /* whether it does */
+    LINE _Atomic(Work) work;
+    _Atomic(void *) context;
+    atomic_int_least64_t count;
+    atomic_bool taken; /* by a caller; another one works alone */
+    LINE atomic_int helpers;
+    Helper team[MOST_HELPERS];
+    pthread_mutex_t changing;
+} state = {.changing = PTHREAD_MUTEX_INITIALIZER};
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void sleep_on(atomic_uint *word, unsigned value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
+
+static int bind_to(pthread_t thread, int core) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    return pthread_setaffinity_np(thread, sizeof cores, &cores);
+}
+
+/* Whether this helper is to take part now. */
+static bool wanted(const Helper *helper) {
+    return helper - state.team < atomic_load(&state.helpers) && !atomic_load(&helper->away);
+}
+
+static uint64_t current_job(void) { return atomic_load(&state.ticket) >> ITEM_BITS; }
+
+/* Work on the next item of the job that runs; false if there is none. */
+static bool do_one(void) {
+    uint64_t ticket = atomic_load(&state.ticket);
+    for (;;) {
+        Work work = atomic_load(&state.work);
+        void *context = atomic_load(&state.context);
+        int64_t item = ticket & CLOSED;
+        if (item >= atomic_load(&state.count)) return false;
+        if (!atomic_compare_exchange_weak(&state.ticket, &ticket, ticket + 1)) continue;
+        work(context, item);
+        return true;
+    }
+}
+
+static void take_part(Helper *me) {
+    int64_t began = 0;
+    atomic_store(&me->working, true);
+    while (wanted(me)) {
+        if (!began) began = now_ns();
+        if (!do_one()) break;
+        atomic_fetch_add(&state.done, 1);
+        if (atomic_load(&state.waiting)) wake(&state.done);
+    }
+    atomic_store(&me->working, false);
+    if (began) atomic_fetch_add_explicit(&me->worked_ns, now_ns() - began, memory_order_relaxed);
+}
+
+static void *help(void *argument) {
+    Helper *me = argument;
+    for (;;) {
+        const uint64_t job = current_job();
+        take_part(me);
+        const int64_t until = now_ns() + LOOK_OUT_NS;
+        while (current_job() == job && wanted(me) && now_ns() < until) pause_briefly();
+        atomic_store(&me->asleep, 1);
+        while (atomic_load(&me->asleep) && !(current_job() != job && wanted(me))) sleep_on(&me->asleep, 1);
+        atomic_store(&me->asleep, 0);
+    }
+    return NULL;
+}
+
+/* Bring those who may work back to their cores, and wake them. */
+static void call_helpers(void) {
+    const int helpers = atomic_load(&state.helpers);
+    for (Helper *helper = state.team; helper < state.team + helpers; helper++) {
+        if (atomic_load(&helper->away) && !bind_to(helper->thread, atomic_load(&helper->core)))
+            atomic_store(&helper->away, false);
+        if (atomic_load(&helper->asleep) && atomic_exchange(&helper->asleep, 0)) wake(&helper->asleep);
+    }
+}
+
+/* Helpers that hold an item but got no time on their core for too long may go on with it on this one. */
+static void fetch_helpers(void) {
+    int core = sched_getcpu();
+    for (Helper *helper = state.team; core >= 0 && helper < state.team + MOST_HELPERS; helper++)
+        if (atomic_load(&helper->working)) {
+            atomic_store(&helper->away, true); /* before it can find itself here with more to do */
+            bind_to(helper->thread, core);
+        }
+}
+
+/* Wait until helpers have done this many items. */
+static void wait_for(unsigned items) {
+    int64_t until = 0;
+    while (atomic_load(&state.done) != items) {
+        if (!until) until = now_ns() + WAIT_NS;
+        if (now_ns() > until) {
+            fetch_helpers();
+            atomic_store(&state.waiting, 1);
+            for (unsigned done; (done = atomic_load(&state.done)) != items;) sleep_on(&state.done, done);
+            atomic_store(&state.waiting, 0);
+            return;
+        }
+        pause_briefly();
+    }
+}
+
+void pd_parallel(Work work, void *context, int64_t count) {
+    if (count < 2 || count >= (int64_t)CLOSED || !atomic_load(&state.helpers) || atomic_exchange(&state.taken, true)) {
+        for (int64_t item = 0; item < count; item++) work(context, item);
+        return;
+    }
+    const uint64_t last = current_job();
+    atomic_store(&state.ticket, last << ITEM_BITS | CLOSED);
+    atomic_store(&state.done, 0);
+    atomic_store(&state.work, work);
+    atomic_store(&state.context, context);
+    atomic_store(&state.count, count);
+    atomic_store(&state.ticket, (last + 1) << ITEM_BITS);
+    call_helpers();
+    int64_t mine = 0;
+    while (do_one()) mine++;
+    wait_for((unsigned)(count - mine));
+    atomic_store(&state.taken, false);
+}
+
+/* A forked child has no helpers, whatever they were doing. */
+static void before_fork(void) { pthread_mutex_lock(&state.changing); }
+static void after_fork(void) { pthread_mutex_unlock(&state.changing); }
+static void in_child(void) {
+    atomic_store(&state.helpers, 0);
+    atomic_store(&state.taken, false);
+    atomic_store(&state.waiting, 0);
+    memset(state.team, 0, sizeof state.team);
+    pthread_mutex_unlock(&state.changing);
+}
+
+/* A helper's thread on its core. It blocks all signals: they are for the thread that waits for them. */
+static bool start(Helper *helper, int core) {
+    if (core < 0 || core >= CPU_SETSIZE) return false;
+    atomic_store(&helper->core, core);
+    atomic_store(&helper->away, false);
+    if (helper->exists) return !bind_to(helper->thread, core);
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes)) return false;
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    helper->exists = !pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores) &&
+                     !pthread_create(&helper->thread, &attributes, help, helper);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return helper->exists;
+}
+
+/* From now on `helpers` threads help, each on one of `cores`. `got`: how many do, fewer if the system allows no more. */
+EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, int64_t *got) {
+    static bool prepared;
+    pthread_mutex_lock(&state.changing);
+    if (!prepared) prepared = !pthread_atfork(before_fork, after_fork, in_child);
+    if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
+    int started = 0;
+    while (started < helpers && prepared && start(state.team + started, (int)cores[started])) started++;
+    atomic_store(&state.helpers, started);
+    *got = started;
+    pthread_mutex_unlock(&state.changing);
+}
+
+/* For how long helpers have worked, since the process began, all of them together. */
+EXPORT void pd_helped_ns(int64_t *total) {
+    *total = 0;
+    for (int i = 0; i < MOST_HELPERS; i++) *total += atomic_load(&state.team[i].worked_ns);
+}
+
+#else /* no helpers: futexes and affinity are Linux's */
+
+void pd_parallel(Work work, void *context, int64_t count) {
+    for (int64_t item = 0; item < count; item++) work(context, item);
+}
+EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, int64_t *got) { *got = 0; }
+EXPORT void pd_helped_ns(int64_t *total) { *total = 0; }
+
+#endif
