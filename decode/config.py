@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from ..engine.graphs import GraphMode
 from ..engine.kv_cache import parse_size
 from ..engine.memory import host_available_bytes
 from ..engine.worker_flags import WorkerConfig, add_worker_arguments, require_positive, worker_config
@@ -32,6 +33,7 @@ class DecodeConfig:
     transfer_deadline_s: float = 30.0
     preemption: PreemptionMode = "auto"
     swap_bytes: int = 0
+    cuda_graphs: GraphMode = "auto"
 
     def advertise(self, bound: tuple[str, str]) -> tuple[str, str]:
         """The addresses others shall use for the bound ones (they differ behind NAT or when bound to a wildcard)."""
@@ -77,6 +79,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         help="how a preempted sequence comes back: auto is swap while there is room, else by way of the prefill pool",
     )  # fmt: skip
     parser.add_argument("--swap-memory", default="512M", help="host memory for swapped KV (0: none)")
+    parser.add_argument(
+        "--cuda-graphs", choices=get_args(GraphMode), default=DecodeConfig.cuda_graphs,
+        help="on a GPU, capture decode steps at start-up and replay them",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     require_positive(args, "max_sequences", "itl_budget_ms", "transfer_deadline_s")
     worker = worker_config(args)
@@ -93,5 +99,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         transfer_deadline_s=args.transfer_deadline_s,
         preemption=args.preemption,
         swap_bytes=swap_size(args.swap_memory),
+        cuda_graphs=args.cuda_graphs,
     )
     return config, args

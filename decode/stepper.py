@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..engine.grammar import Grammars, Row
+from ..engine.graphs import Capture, DecodeGraphs, capture_decode_steps
 from ..engine.logprobs import prompt_targets, sampled_logprobs, score_prompts
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
@@ -40,15 +41,18 @@ class Stepper:
         self._metrics = metrics
         self._between_layers = between_layers
         self._runner = Runner(engine.model, engine.cache, self._on_layer)
+        self._graphs: DecodeGraphs | None = None
         self._chunk_token_s = 0.0
         self.running: list[Work] = []  # the batch, while it runs
 
     def _on_layer(self, layer: int) -> None:
         self._between_layers()
 
-    def warm_up(self) -> None:
-        """Decode one token for real."""
+    def warm_up(self, max_rows: int, capture: Capture | None) -> None:
+        """Decode one token for real, and capture decode steps of up to `max_rows` sequences where that is wanted."""
         self._runner.warm_up(self._engine.pool)
+        if capture is not None:
+            self._graphs = capture_decode_steps(self._runner, self._engine.pool, max_rows, capture)
 
     def chunk_tokens(self, most: int, budget_s: float, *, busy: bool) -> int:
         """Tokens of local prefill for one step: `most`, and beside running sequences what the ITL budget affords."""
@@ -75,7 +79,7 @@ class Stepper:
         sampling = [w.sequence for w in batch if w.samples]
         self._grammars.ask([Row(s.key, s.choice, s.output) for s in sampling if s.params.grammar is not None])
         try:
-            logits = self._runner.forward(chunks)
+            logits = self._forward(chunks)
             scores = list(score_prompts(self._runner, chunks, self._between_layers))
         except StepCancelled:
             return None
@@ -83,6 +87,11 @@ class Stepper:
             self.running = []
         self._measure(batch, time.monotonic() - started)
         return logits, scores
+
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:  # [chunks that sample, vocab]
+        if self._graphs is not None and self._graphs.takes(chunks):
+            return self._graphs.run(chunks)
+        return self._runner.forward(chunks)
 
     def _measure(self, batch: list[Work], elapsed_s: float) -> None:
         tokens = sum(work.count for work in batch)

@@ -30,21 +30,25 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class KVCache:
-    """Blocks of KV for every layer. Which block belongs to whom is the block pool's business, not known here."""
+    """Blocks of KV for every layer. Which block belongs to whom is the block pool's business, not known here.
+
+    Behind the pool's blocks there is one more, `spare_block`, where steps of a fixed size put what nobody will read.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: str | torch.device = "cpu") -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.layout = layout
         self.num_blocks = num_blocks
+        self.spare_block = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
         dtype = TORCH_DTYPES[layout.dtype]
-        self.keys: list[Tensor] = []  # per layer [num_blocks, block_size, kv_heads, k_head_dim]
-        self.values: list[Tensor] = []  # per layer [num_blocks, block_size, kv_heads, v_head_dim]
+        self.keys: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, k_head_dim]
+        self.values: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, v_head_dim]
         for shape in layout.layers:
             for caches, head_dim in ((self.keys, shape.k_head_dim), (self.values, shape.v_head_dim)):
-                size = (num_blocks, block_size, shape.kv_heads, head_dim)
+                size = (num_blocks + 1, block_size, shape.kv_heads, head_dim)
                 caches.append(_zeros(size, dtype, self.device))
 
     def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:

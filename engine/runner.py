@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.attention import AttentionBatch, paged_attention
+from ..kernels.attention import AttentionBatch, DecodeBatch, decode_attention, paged_attention
 from ..kernels.cache_ops import write_kv
 from .block_pool import BlockPool
 from .head import Head
 from .hook import AttentionCall, install
 from .kv_cache import KVCache
 from .model import LoadedModel
+
+WARM_UP_TOKENS = 2  # a prompt's one, and the one decoded behind it
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,17 @@ class Runner:
         self.model = model
         self.cache = cache
         self.on_layer = on_layer
-        self._batch: AttentionBatch | None = None
+        self._batch: AttentionBatch | DecodeBatch | None = None
         self._layer = 0
         self.head = Head(model.module)
         install(model.module, self._attend)
 
     def warm_up(self, pool: BlockPool) -> None:
-        """Compute one token for real, before anybody is told that this worker is ready."""
-        blocks = pool.allocate(1)
-        self.forward([Chunk([0], 0, blocks, True)])
+        """Read a prompt of one token and decode behind it, before anybody is told that this worker is ready."""
+        blocks = pool.allocate(min(pool.blocks_for(WARM_UP_TOKENS), pool.num_blocks))
+        token = 0
+        for position in range(min(WARM_UP_TOKENS, len(blocks) * pool.block_size)):
+            token = int(self.forward([Chunk([token], position, blocks, True)]).argmax())
         pool.release(blocks)
 
     @torch.inference_mode()
@@ -67,8 +71,6 @@ class Runner:
         """
         assert chunks, "a step needs at least one chunk"
         device = self.cache.device
-        self._batch = build_batch(chunks, self.cache.block_size, device)
-        self._layer = 0
         token_ids: list[int] = []
         positions: list[int] = []
         last_positions: list[int] = []  # within the flattened batch
@@ -79,14 +81,39 @@ class Runner:
                 last_positions.append(len(token_ids) - 1)
         input_ids = torch.tensor([token_ids], device=device)
         scoring = any(chunk.targets for chunk in chunks)
+        with self.head.keeping(input_ids) if scoring else nullcontext():
+            return self._run(
+                build_batch(chunks, self.cache.block_size, device),
+                input_ids,
+                torch.tensor([positions], device=device),
+                torch.tensor(last_positions, dtype=torch.int64, device=device),
+            )
+
+    @torch.inference_mode()
+    def decode_step(
+        self,
+        token_ids: Tensor,  # [rows] int64
+        positions: Tensor,  # [rows] int64
+        batch: DecodeBatch,
+    ) -> Tensor:  # [rows, vocab] float32
+        """`forward` of one sampled token each, from nothing but tensors, so that it can be captured (`graphs.py`).
+
+        `on_layer` is not called.
+        """
+        return self._run(batch, token_ids[None], positions[None], torch.arange(len(token_ids), device=token_ids.device))
+
+    def _run(
+        self,
+        batch: AttentionBatch | DecodeBatch,
+        input_ids: Tensor,  # [1, num_tokens]
+        positions: Tensor,  # [1, num_tokens]
+        wanted: Tensor,  # [rows]: the places in the flattened batch whose logits are wanted
+    ) -> Tensor:  # [rows, vocab] float32
+        self._batch, self._layer = batch, 0
         try:
-            with self.head.keeping(input_ids) if scoring else nullcontext():
-                output = self.model.module(
-                    input_ids=input_ids,
-                    position_ids=torch.tensor([positions], device=device),
-                    use_cache=False,
-                    logits_to_keep=torch.tensor(last_positions, dtype=torch.int64, device=device),
-                )
+            output = self.model.module(
+                input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=wanted
+            )
         finally:
             self._batch = None
         assert self._layer == self.cache.layout.num_layers, "the model skipped a layer's attention"
@@ -94,22 +121,22 @@ class Runner:
         return logits.float()
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        assert self._batch is not None, "attention outside of a step"
+        batch = self._batch
+        assert batch is not None, "attention outside of a step"
         layer = self._layer
         k_cache, v_cache = self.cache.keys[layer], self.cache.values[layer]
-        write_kv(k_cache, v_cache, call.k, call.v, self._batch.slots)
-        self.on_layer(layer)
+        write_kv(k_cache, v_cache, call.k, call.v, batch.slots)
         self._layer = layer + 1
+        if isinstance(batch, DecodeBatch):
+            return decode_attention(
+                call.q, k_cache, v_cache, batch,
+                scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks,
+            )  # fmt: skip
+        self.on_layer(layer)
         return paged_attention(
-            call.q,
-            k_cache,
-            v_cache,
-            self._batch,
-            scale=call.scale,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
+            call.q, k_cache, v_cache, batch,
+            scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks,
+        )  # fmt: skip
 
 
 def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> AttentionBatch:

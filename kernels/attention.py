@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .attention_cpu import Workspace, attend_on_cpu
+from .attention_cpu import Workspace, attend_decode_on_cpu, attend_on_cpu
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,16 @@ class AttentionBatch:
     block_tables: Tensor  # [num_seqs, max_blocks] int64, padded with 0
     block_size: int
     workspace: Workspace = field(default_factory=Workspace, init=False)  # what the layers of this step share
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new token of every sequence, in tensors alone: a launch that is captured once runs again on new contents."""
+
+    slots: Tensor  # [rows] int64, where each row's KV is written
+    context_lens: Tensor  # [rows] int64, at least 1: tokens of each row after this step
+    block_tables: Tensor  # [rows, max_blocks] int64 contiguous; behind a row's last block anything may stand
+    block_size: int
 
 
 def paged_attention(
@@ -48,6 +58,31 @@ def paged_attention(
         context_lens=batch.context_lens,
         block_tables=batch.block_tables,
         workspace=batch.workspace,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def decode_attention(
+    q: Tensor,  # [rows, heads, k_head_dim]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
+    v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
+    batch: DecodeBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,  # [heads]
+) -> Tensor:  # [rows, heads, v_head_dim]
+    """The contract of `paged_attention` for a batch whose every row is one token, read from tensors only."""
+    return attend_decode_on_cpu(
+        q,
+        k_cache,
+        v_cache,
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
         scale=scale,
         window=window,
         softcap=softcap,

@@ -120,6 +120,25 @@ def attend_on_cpu(
     return output.view(num_tokens, heads, v_head_dim)
 
 
+def attend_decode_on_cpu(
+    q: Tensor,  # [rows, heads, k_head_dim]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
+    v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
+    *,
+    context_lens: Tensor,  # [rows] int64
+    block_tables: Tensor,  # [rows, max_blocks] int64
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,  # [heads]
+) -> Tensor:  # [rows, heads, v_head_dim]
+    """The contract of `decode_attention`. The lengths are read now, at every call."""
+    return attend_on_cpu(
+        q, k_cache, v_cache, query_lens=[1] * len(q), context_lens=context_lens.tolist(), block_tables=block_tables,
+        workspace=Workspace(), scale=scale, window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+
+
 def _plan(
     k_cache: Tensor,
     v_cache: Tensor,
