@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from ..transfer.errors import ConfigError, RegistrationRefused
 EXIT_CONFIG = 2
 EXIT_REFUSED = 3
 STDERR_FILENO = 2
+MAX_OPEN_FILES = 65_536
 PR_SET_PDEATHSIG = 1
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -110,6 +112,14 @@ def pin_to_cpu(cpu: int | None) -> None:
     os.sched_setaffinity(0, {cpu})
 
 
+def raise_file_limit() -> None:
+    """As many open files as this user may have: ZeroMQ ends the process when an accepted connection is one too many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def handle_termination(drain: Callable[[], None], stop: Callable[[], None]) -> None:
     """Call `drain` at the first SIGTERM or SIGINT and `stop` at every later one. Both must be safe in a handler."""
     asked = False
@@ -130,6 +140,7 @@ def run_main(program: str, main: Callable[[], None]) -> int:
     where a library ends the process (SIGABRT, SIGSEGV, ...), stderr says where every thread was.
     """
     faulthandler.enable(STDERR_FILENO)
+    raise_file_limit()
     try:
         main()
     except ConfigError as error:

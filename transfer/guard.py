@@ -31,6 +31,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 CHECK_EVERY_MS = 50
+CLOSED_KEPT_S = 5.0  # a closed connection's standing, for what it has sent and nobody has taken yet
 STRANGER_MAX_BYTES = 1024 * 1024
 MAX_STRANGERS = 256
 OFFENCES_ALLOWED = 100.0
@@ -43,7 +44,7 @@ LONG_FRAME_BYTES = 255
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-EVENTS = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+EVENTS = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
 
 _numbers = itertools.count()
 
@@ -71,18 +72,32 @@ class Connection:
     trusted: bool = False
     offences: float = 0.0
     offended_at: float = field(default_factory=time.monotonic)
+    closed_at: float | None = None  # when it was found closed; what it had sent may still be coming out
+
+
+@contextlib.contextmanager
+def _socket_at(descriptor: int) -> Iterator[sockets.socket | None]:
+    """A handle of our own on the socket of that number; None when there is none (any more)."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        handle = sockets.socket(fileno=copy)
+    except OSError:  # it is something else
+        os.close(copy)
+        yield None
+        return
+    with handle:
+        yield handle
 
 
 @contextlib.contextmanager
 def _socket_of(connection: Connection) -> Iterator[sockets.socket | None]:
     """A handle on the connection's socket, None when it is closed; its number may belong to something else by now."""
-    try:
-        handle = sockets.socket(fileno=os.dup(connection.descriptor))
-    except OSError:  # closed, or not a socket any more
-        yield None
-        return
-    with handle:
-        yield handle if _cookie(handle) == connection.cookie else None
+    with _socket_at(connection.descriptor) as handle:
+        yield handle if handle is not None and _cookie(handle) == connection.cookie else None
 
 
 def _cookie(handle: sockets.socket) -> bytes:
@@ -169,8 +184,8 @@ class Guard:
         """The connection of that number. Its first message may be here before the news that it was accepted."""
         connection = self._connections.get(descriptor)
         if connection is None and descriptor not in self._cut_descriptors:
-            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as handle:
-                if _came_to(self._address, handle):
+            with _socket_at(descriptor) as handle:
+                if handle is not None and _came_to(self._address, handle):
                     return self._meet(descriptor, _cookie(handle))
         return connection
 
@@ -200,8 +215,6 @@ class Guard:
             match event["event"]:
                 case zmq.EVENT_ACCEPTED:
                     self._accepted(event["value"])
-                case zmq.EVENT_DISCONNECTED:
-                    self._disconnected(event["value"])
                 case zmq.EVENT_MONITOR_STOPPED:
                     monitor.close()
                     return
@@ -209,24 +222,20 @@ class Guard:
                     self._dropped.append("handshake")
 
     def _accepted(self, descriptor: int) -> None:
-        try:
-            with sockets.socket(fileno=os.dup(descriptor)) as handle:
-                self._meet(descriptor, _cookie(handle))
-        except OSError:  # it has gone already
-            return
+        with _socket_at(descriptor) as handle:
+            if handle is None:  # it has gone already
+                return
+            self._meet(descriptor, _cookie(handle))
         with self._lock:
             strangers = [other for other in self._connections.values() if not other.trusted]
         if len(strangers) > MAX_STRANGERS:
+            strangers = [other for other in strangers if self._is_open(other)]
+        if len(strangers) > MAX_STRANGERS:
             self._cut(strangers[0], "too_many_connections")
 
-    def _disconnected(self, descriptor: int) -> None:
-        connection = self._connections.get(descriptor)
-        if connection is None:
-            return
+    def _is_open(self, connection: Connection) -> bool:
         with _socket_of(connection) as handle:
-            if handle is None:  # else the number was given to a newer connection, whose event came first
-                with self._lock:
-                    self._connections.pop(descriptor, None)
+            return handle is not None
 
     def _measure(self) -> None:
         with self._lock:
@@ -234,10 +243,23 @@ class Guard:
         for connection in connections:
             with _socket_of(connection) as handle:
                 received = None if handle is None else _received_bytes(handle)
+                if handle is None:
+                    self._closed(connection)
             limit = self._trusted_max_bytes if connection.trusted else STRANGER_MAX_BYTES
             # `delivered_bytes` is read last, so what was taken meanwhile is not held against the peer.
             if received is not None and received - connection.delivered_bytes > limit:
                 self._cut(connection, "backlog")
+
+    def _closed(self, connection: Connection) -> None:
+        """Forget it, when its last messages have had their time."""
+        now = time.monotonic()
+        if connection.closed_at is None:
+            connection.closed_at = now
+        if now - connection.closed_at < CLOSED_KEPT_S:
+            return
+        with self._lock:
+            if self._connections.get(connection.descriptor) is connection:
+                del self._connections[connection.descriptor]
 
     def _cut(self, connection: Connection, reason: str) -> None:
         """End the connection; ZeroMQ notices, and forgets what it has of it."""

@@ -49,3 +49,13 @@ def test_a_process_that_a_library_aborts_says_where_it_was() -> None:
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
     assert "run_main" in done.stderr
+
+
+def test_a_process_may_have_as_many_open_files_as_its_user() -> None:
+    program = (
+        "import resource as r; from pdserve.engine.config import run_main;"
+        "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, min(hard, 1000)));"
+        "run_main('pdserve.test', lambda: print(r.getrlimit(r.RLIMIT_NOFILE)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "(1000, 1000)\n"

@@ -223,6 +223,47 @@ def test_trust_given_before_the_news_of_a_connection_is_kept(
     assert connection.delivered_bytes
 
 
+def test_watching_a_number_that_now_is_something_else_costs_no_descriptor(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "CLOSED_KEPT_S", 0.0)
+    router = Router(context, "tcp://127.0.0.1:*", FrameCounts())
+    with Path(__file__).open("rb") as file:  # what a closed connection's number was given to
+        connections = router._guard._connections
+        connections[file.fileno()] = guard.Connection(file.fileno(), b"cookie")
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(100):
+            router._guard._measure()
+            router._guard._is_open(guard.Connection(file.fileno(), b"cookie"))
+            router._guard.delivered(file.fileno(), [1])
+        assert not connections
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 5
+
+
+def test_a_closed_connection_keeps_its_standing_while_its_last_messages_come_out(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "CLOSED_KEPT_S", 1.0)
+    router = Router(context, "tcp://127.0.0.1:*", FrameCounts(), bulk=True)
+    dealer = Dealer(context, router.address, "p#00000000/1", FrameCounts(), bulk=True)
+    say(dealer, Credit(1))
+    assert collect(router, bool)
+    slab = Slab("r", 1, 1, 0, 0, 1, 0)
+    for _ in range(3):
+        dealer.send(slab, memoryview(bytes(STRANGER_FRAME_BYTES + 1)))
+    dealer.close(linger_ms=5000)
+    (connection,) = router._guard._connections.values()
+    deadline = time.monotonic() + 10
+    while connection.closed_at is None and time.monotonic() < deadline:
+        router.socket.poll(20)  # the messages wait in ZeroMQ's queue
+    assert connection.closed_at is not None
+    assert [received.message for received in collect(router, lambda got: len(got) == 3)] == [slab] * 3
+    while router._guard._connections and time.monotonic() < deadline:
+        router._guard._measure()
+        router.socket.poll(20)
+    assert not router._guard._connections
+
+
 def test_the_oldest_of_too_many_strangers_goes_and_peers_stay(
     context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,6 +334,15 @@ class Fleet(Surface):
                 sizes[name] = int(found[1]) * 1024
         return sizes
 
+    def open_files(self) -> dict[str, int]:
+        """How many descriptors every member in its first life has."""
+        counts = {}
+        for name, member in self.members.items():
+            if member.lives == 1 and member.pid:
+                with suppress(psutil.NoSuchProcess):
+                    counts[name] = psutil.Process(member.pid).num_fds()
+        return counts
+
     # --- what can be seen ----------------------------------------------------------------------------------------
 
     def inflight(self) -> dict[str, int]:

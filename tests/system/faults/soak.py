@@ -29,6 +29,7 @@ AT_ONCE = 2  # faults under way at a time
 PAUSE_S = (0.1, 0.8)  # between the starts of two faults
 MAX_ERROR_SHARE = 0.05
 MAX_GROWTH_BYTES = 1 << 20  # per 100 faults
+MAX_MORE_FILES = 40  # open at the end, than when warm: links differ with who is alive, a leak has no end
 GROWTH_NEEDS_FAULTS = 100  # fewer say nothing about growth
 WARM_UP_STORMS = 10  # threads, arenas and KV pages that only a crowd makes a process touch
 WARM_UP_FAULTS = 50
@@ -43,10 +44,19 @@ class Memory:
     """What every process that was never restarted keeps, as (faults so far, bytes)."""
 
     samples: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    open_files: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, fleet: Fleet, num_faults: int) -> None:
         for name, size in fleet.kept_bytes().items():
             self.samples[name].append((num_faults, size))
+        for name, count in fleet.open_files().items():
+            self.open_files[name].append(count)
+
+    def more_files(self, fleet: Fleet) -> dict[str, int]:
+        """How many more files than at first are open in processes still in their first life."""
+        return {
+            name: counts[-1] - counts[0] for name, counts in self.open_files.items() if fleet.members[name].lives == 1
+        }
 
     def growth(self, fleet: Fleet) -> dict[str, tuple[int, float]]:
         """(faults watched, bytes per 100 faults) of processes still in their first life, once warm."""
@@ -162,6 +172,7 @@ class Soak:
         try:
             wait_whole(self.fleet)
             assert_nothing_remains(self.fleet)
+            self.memory.note(self.fleet, self.num_faults)
             for case in self._cases:
                 answer = ask(self.fleet.port, case, stream=True)
                 if not answer.complete:
@@ -179,6 +190,10 @@ class Soak:
         for name, (faults, per_100) in self.memory.growth(self.fleet).items():
             if faults >= GROWTH_NEEDS_FAULTS and per_100 >= MAX_GROWTH_BYTES:
                 judge.violation(f"{name} grew by {per_100 / 1e6:.2f} MB per 100 faults")
+
+        for name, more in self.memory.more_files(self.fleet).items():
+            if more > MAX_MORE_FILES:
+                judge.violation(f"{name} has {more} more files open than at first")
 
     def _check_counts(self) -> None:
         """The gateway's counters agree with what its clients saw."""
@@ -206,6 +221,7 @@ class Soak:
         print(f"slowest answer {judge.slowest_s:.1f} s, deadline of each 60 s")
         for name, (faults, per_100) in sorted(self.memory.growth(self.fleet).items()):
             print(f"memory of {name:<16}{per_100 / 1e6:>8.2f} MB per 100 faults (over {faults})")
+        print(f"more files open than at first: {self.memory.more_files(self.fleet)}")
         for text in judge.violations[:40]:
             print(f"VIOLATION: {text}")
         print(json.dumps(self.summary()))
