@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from .errors import BenchError
+from .gateway import main as gateway
 from .machine import package_version
 from .overload import main as overload
 from .serve import main as serve
@@ -19,13 +20,14 @@ def kernels(arguments: list[str]) -> int:
 USAGE = """usage: pdserve bench COMMAND [OPTIONS]
 
 commands:
+  gateway   what the gateway costs a token, with workers that answer from memory
   kernels   how near the CPU kernels come to the machine's limits, without a server
   serve     load a running server and measure TTFT, TPOT, ITL, throughput and goodput
   overload  load it beyond what it can do: how much is still in time?
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
-COMMANDS = {"kernels": kernels, "serve": serve, "overload": overload}
+COMMANDS = {"gateway": gateway, "kernels": kernels, "serve": serve, "overload": overload}
 
 
 def main(arguments: list[str]) -> int:

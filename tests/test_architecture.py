@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "prefill": {"engine", "transfer"},
     "decode": {"engine", "transfer"},
     "gateway": {"engine", "transfer"},
-    "bench": {"kernels", "engine"},
+    "bench": {"kernels", "engine", "transfer"},
 }
 MAX_LINES = 450
 TORCH_FREE = ("prefill/scheduler.py", "decode/scheduler.py", "engine/block_pool.py", "engine/config.py")
