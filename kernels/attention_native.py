@@ -65,7 +65,7 @@ def attend_single_tokens(
         q = q.contiguous()
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    state = q.new_empty(2, heads)
+    state = q.new_empty(len(singles.rows), 2, heads)
     library.pd_decode_attention(
         q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(),
         len(singles.rows), singles.rows.data_ptr(), singles.lens.data_ptr(),

@@ -1,15 +1,17 @@
-/* Attention of single new tokens over a paged cache, float32, one thread: K and V are read once, where they lie.
+/* Attention of single new tokens over a paged cache, float32: K and V are read once, where they lie.
  *
  * A context is walked in segments whose K and V fit L1: scores, then a softmax that is rescaled from segment to
  * segment, then the sum of V. All queries that share a KV head take their part while it is there. The order depends on
  * token numbers only, so neither the neighbours nor the places of the blocks change a bit.
  */
+#include "threads.h"
 #include "vector.h"
 
 #include <math.h>
 
 #define SEGMENT 64 /* tokens */
 #define GROUP 4    /* queries at a time */
+#define FEW 8      /* sequences: their heads are shared out too, though a token's K and V are then read in parts */
 #if LANES == 16
 #define WIDTH 4 /* vectors of V at a time: with GROUP, 16 of 32 registers hold sums */
 #else
@@ -122,79 +124,95 @@ INLINE void attend(const int group, const Segment *segment, const Segment *next,
 }
 
 typedef struct {
-    const float *k_cache, *v_cache;
-    const int64_t *lens, *tables;
-    int64_t count, table_stride, block_size, k_row, v_row, window; /* rows in floats, all heads */
-} Cache;
+    const float *q, *k_cache, *v_cache, *sinks;
+    const int64_t *rows, *lens, *tables;
+    int64_t q_stride, count, table_stride, block_size, heads, kv_heads, k_dim, v_dim, window;
+    int64_t parts; /* items of a sequence: 1, or one for each KV head */
+    float scale, softcap;
+    float *state, *out;
+} Call;
 
-static int64_t first_token(const Cache *cache, int64_t sequence) {
-    int64_t len = cache->lens[sequence];
-    return cache->window && len > cache->window ? len - cache->window : 0;
+static int64_t first_token(const Call *call, int64_t sequence) {
+    int64_t len = call->lens[sequence];
+    return call->window && len > call->window ? len - call->window : 0;
 }
 
-static void find_segment(const Cache *cache, int64_t sequence, int64_t first, Segment *segment) {
-    const int64_t *table = cache->tables + sequence * cache->table_stride, left = cache->lens[sequence] - first;
+static void find_segment(const Call *call, int64_t sequence, int64_t first, Segment *segment) {
+    const int64_t *table = call->tables + sequence * call->table_stride, left = call->lens[sequence] - first;
     segment->tokens = left < SEGMENT ? left : SEGMENT;
-    int64_t block = first / cache->block_size, offset = first % cache->block_size;
+    int64_t block = first / call->block_size, offset = first % call->block_size;
     for (int64_t t = 0; t < segment->tokens; t++) {
-        int64_t slot = table[block] * cache->block_size + offset;
-        segment->keys[t] = cache->k_cache + slot * cache->k_row;
-        segment->values[t] = cache->v_cache + slot * cache->v_row;
-        if (++offset == cache->block_size) block++, offset = 0;
+        int64_t slot = table[block] * call->block_size + offset;
+        segment->keys[t] = call->k_cache + slot * call->kv_heads * call->k_dim;
+        segment->values[t] = call->v_cache + slot * call->kv_heads * call->v_dim;
+        if (++offset == call->block_size) block++, offset = 0;
     }
+}
+
+/* One segment for all queries of KV heads [first .. end). most, total [heads]; queries, mixed [heads, dim]. */
+static void attend_heads(const Call *call, const Segment *segment, const Segment *next, int64_t first, int64_t end,
+                         const float *queries, float *most, float *total, float *mixed) {
+    const int64_t shared = call->heads / call->kv_heads, k_dim = call->k_dim, v_dim = call->v_dim;
+    for (int64_t kv_head = first; kv_head < end; kv_head++)
+        for (int64_t h = kv_head * shared, last = h + shared; h < last;) {
+#define ATTEND(group)                                                                                                \
+    attend(group, segment, next, kv_head *k_dim, kv_head *v_dim, queries + h * k_dim, k_dim, v_dim, call->scale,     \
+           call->softcap, most + h, total + h, mixed + h * v_dim);                                                   \
+    h += group;                                                                                                      \
+    break
+            switch (last - h) {
+            case 1: ATTEND(1);
+            case 2: ATTEND(2);
+            case 3: ATTEND(3);
+            default: ATTEND(4);
+            }
+#undef ATTEND
+        }
+}
+
+/* A sequence, or one KV head of it. While its last segment is worked on, what the next item begins with is fetched. */
+static void attend_item(void *context, int64_t item) {
+    const Call *call = context;
+    const int64_t s = item / call->parts, part = item % call->parts, shared = call->heads / call->kv_heads;
+    const int64_t kv_first = call->parts == 1 ? 0 : part, kv_end = call->parts == 1 ? call->kv_heads : part + 1;
+    const int64_t first_head = kv_first * shared, end_head = kv_end * shared, v_dim = call->v_dim;
+    const float *queries = call->q + call->rows[s] * call->q_stride;
+    float *most = call->state + s * 2 * call->heads, *total = most + call->heads;
+    float *mixed = call->out + call->rows[s] * call->heads * v_dim;
+    memset(mixed + first_head * v_dim, 0, (size_t)((end_head - first_head) * v_dim) * sizeof(float));
+    for (int64_t h = first_head; h < end_head; h++) {
+        most[h] = call->sinks ? call->sinks[h] : -INFINITY;
+        total[h] = call->sinks ? 1.0f : 0.0f;
+    }
+    Segment segments[2], *segment = segments, *next = segments + 1;
+    find_segment(call, s, first_token(call, s), segment);
+    for (int64_t first = first_token(call, s); first < call->lens[s]; first += SEGMENT) {
+        next->tokens = 0;
+        if (first + SEGMENT < call->lens[s])
+            find_segment(call, s, first + SEGMENT, next);
+        else if (call->parts == 1 && s + 1 < call->count)
+            find_segment(call, s + 1, first_token(call, s + 1), next);
+        for (int64_t t = next->tokens; t < segment->tokens; t++) /* may point anywhere valid */
+            next->keys[t] = segment->keys[t], next->values[t] = segment->values[t];
+        attend_heads(call, segment, next, kv_first, kv_end, queries, most, total, mixed);
+        Segment *done = segment;
+        segment = next, next = done;
+    }
+    for (int64_t h = first_head; h < end_head; h++)
+        for (int64_t i = 0; i < v_dim; i++) mixed[h * v_dim + i] /= total[h];
 }
 
 /* `count` sequences with one query each: rows[i] of q and out, lens[i] tokens, table tables[i * table_stride ..].
  * Caches are [blocks, block_size, kv_heads, dim]. window, softcap: 0 for none. sinks [heads] or null.
- * state [2, heads] is scratch. */
+ * state [count, 2, heads] is scratch. */
 EXPORT void pd_decode_attention(const float *q, int64_t q_stride, const float *k_cache, const float *v_cache,
                                 int64_t count, const int64_t *rows, const int64_t *lens, const int64_t *tables,
                                 int64_t table_stride, int64_t block_size, int64_t heads, int64_t kv_heads,
                                 int64_t k_dim, int64_t v_dim, float scale, int64_t window, float softcap,
                                 const float *sinks, float *state, float *out) {
-    const Cache cache = {k_cache, v_cache, lens, tables, count, table_stride, block_size, kv_heads * k_dim,
-                         kv_heads * v_dim, window};
-    const int64_t shared = heads / kv_heads;
-    float *most = state, *total = state + heads;
-    Segment segments[2], *segment = segments, *next = segments + 1;
-    if (count) find_segment(&cache, 0, first_token(&cache, 0), segment);
-    memcpy(next, segment, sizeof *next); /* what follows a shorter segment may point anywhere valid */
-    for (int64_t s = 0; s < count; s++) {
-        const float *queries = q + rows[s] * q_stride;
-        float *mixed = out + rows[s] * heads * v_dim;
-        memset(mixed, 0, (size_t)(heads * v_dim) * sizeof(float));
-        for (int64_t h = 0; h < heads; h++) {
-            most[h] = sinks ? sinks[h] : -INFINITY;
-            total[h] = sinks ? 1.0f : 0.0f;
-        }
-        for (int64_t first = first_token(&cache, s); first < lens[s]; first += SEGMENT) {
-            if (first + SEGMENT < lens[s])
-                find_segment(&cache, s, first + SEGMENT, next);
-            else if (s + 1 < count)
-                find_segment(&cache, s + 1, first_token(&cache, s + 1), next);
-            for (int64_t t = next->tokens; t < segment->tokens; t++)
-                next->keys[t] = segment->keys[t], next->values[t] = segment->values[t];
-            for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
-                for (int64_t h = kv_head * shared, end = h + shared; h < end;) {
-#define ATTEND(group)                                                                                                \
-    attend(group, segment, next, kv_head *k_dim, kv_head *v_dim, queries + h * k_dim, k_dim, v_dim, scale, softcap,  \
-           most + h, total + h, mixed + h * v_dim);                                                                  \
-    h += group;                                                                                                      \
-    break
-                    switch (end - h) {
-                    case 1: ATTEND(1);
-                    case 2: ATTEND(2);
-                    case 3: ATTEND(3);
-                    default: ATTEND(4);
-                    }
-#undef ATTEND
-                }
-            Segment *done = segment;
-            segment = next, next = done;
-        }
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t i = 0; i < v_dim; i++) mixed[h * v_dim + i] /= total[h];
-    }
+    Call call = {q, k_cache, v_cache, sinks, rows, lens, tables, q_stride, count, table_stride, block_size, heads,
+                 kv_heads, k_dim, v_dim, window, count < FEW && pd_may_be_helped() ? kv_heads : 1, scale, softcap, state, out};
+    pd_parallel(attend_item, &call, count * call.parts);
 }
 
 /* Copy rows of bytes to their slots: to[slots[i]] = from[i]. */

@@ -240,6 +240,8 @@ EXPORT void pd_helped_ns(int64_t *total) {
     for (int i = 0; i < MOST_HELPERS; i++) *total += atomic_load(&state.team[i].worked_ns);
 }
 
+int pd_may_be_helped(void) { return atomic_load(&state.helpers) > 0; }
+
 #else /* no helpers: futexes and affinity are Linux's */
 
 void pd_parallel(Work work, void *context, int64_t count) {
@@ -247,5 +249,6 @@ void pd_parallel(Work work, void *context, int64_t count) {
 }
 EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, int64_t *got) { *got = 0; }
 EXPORT void pd_helped_ns(int64_t *total) { *total = 0; }
+int pd_may_be_helped(void) { return 0; }
 
 #endif

@@ -11,4 +11,7 @@ typedef void (*Work)(void *context, int64_t item);
  * loses its core holds up the caller by one item, and to claim one costs a tenth of a microsecond. */
 void pd_parallel(Work work, void *context, int64_t count);
 
+/* Whether anybody would help now. */
+int pd_may_be_helped(void);
+
 #endif
