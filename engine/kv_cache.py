@@ -91,8 +91,7 @@ class KVCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all layers of one block onto another."""
-        for cache in (*self.keys, *self.values):
-            cache[target].copy_(cache[source])
+        cache_ops.copy_block([*self.keys, *self.values], source, target)
 
 
 def parse_size(text: str) -> int:

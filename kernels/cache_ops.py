@@ -3,14 +3,25 @@
 A *slab* is the canonical wire form of a token range of one layer: all of K `[tokens, kv_heads, k_head_dim]`,
 then all of V `[tokens, kv_heads, v_head_dim]`, contiguous, in the cache's dtype. A *slot* is
 block * block_size + offset: the place of one token, so the same range can be cut into blocks of any size.
+
+Each function picks the version for the caches' device: `cache_ops_cuda.py` on a GPU (if CuPy is there), a kernel in C
+where one fits, else torch, which runs anywhere and is the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from . import cache_ops_cuda
 from .attention_native import library_for
+from .cuda_module import cupy
+
+
+def _in_cuda(cache: Tensor) -> bool:
+    return cache.is_cuda and cupy() is not None
 
 
 def write_kv(
@@ -21,6 +32,9 @@ def write_kv(
     slots: Tensor,  # [num_tokens] int64
 ) -> None:
     """Store the KV of a step's tokens at their slots. Slots must be distinct."""
+    if _in_cuda(k_cache):
+        cache_ops_cuda.write_kv(k_cache, v_cache, k, v, slots)
+        return
     library = library_for(k, k_cache, v_cache) if v.dtype == k.dtype else None
     if library is not None and all(part.stride()[1:] == (part.shape[2], 1) for part in (k, v)):
         for cache, part in ((k_cache, k), (v_cache, v)):
@@ -31,6 +45,40 @@ def write_kv(
         return
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v)
+
+
+def rotate_and_write(
+    q: Tensor,  # [num_tokens, heads, k_head_dim], contiguous within a token; turned in place
+    k: Tensor,  # [num_tokens, kv_heads, k_head_dim]
+    v: Tensor,  # [num_tokens, kv_heads, v_head_dim]
+    cos: Tensor,  # [num_tokens, rotary dims]
+    sin: Tensor,  # [num_tokens, rotary dims]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
+    v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
+    slots: Tensor,  # [num_tokens] int64
+) -> None:
+    """Turn q and k by their rotary positions (halves paired) and store k and v at their slots, all of one dtype."""
+    if _in_cuda(k_cache):
+        cache_ops_cuda.rotate_and_write(q, k, v, cos, sin, k_cache, v_cache, slots)
+        return
+    q.copy_(_rotated(q, cos, sin))
+    write_kv(k_cache, v_cache, _rotated(k, cos, sin), v, slots)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x [num_tokens, heads, head_dim]
+    turned, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return torch.cat([turned, rest], dim=-1)
+
+
+def copy_block(caches: Sequence[Tensor], source: int, target: int) -> None:
+    """Copy one block onto another in each cache [num_blocks, ...]."""
+    if _in_cuda(caches[0]):
+        cache_ops_cuda.copy_block(caches, source, target)
+        return
+    for cache in caches:
+        cache[target].copy_(cache[source])
 
 
 def _slab_parts(slab: Tensor, k_cache: Tensor, v_cache: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -50,6 +98,9 @@ def gather(
     slab: Tensor,  # uint8 [slab bytes], on the cache's device
 ) -> None:
     """Copy the tokens at `slots` into a slab."""
+    if _in_cuda(k_cache):
+        cache_ops_cuda.gather(k_cache, v_cache, slots, slab.data_ptr())
+        return
     k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
     torch.index_select(k_cache.view(-1, *k_cache.shape[2:]), 0, slots, out=k)
     torch.index_select(v_cache.view(-1, *v_cache.shape[2:]), 0, slots, out=v)
@@ -62,5 +113,10 @@ def scatter(k_cache: Tensor, v_cache: Tensor, slots: Tensor, payload: memoryview
         slab.numpy().data[:] = payload.cast("B")
     else:
         slab = torch.frombuffer(payload, dtype=torch.uint8)
-    k, v = _slab_parts(slab.to(k_cache.device), k_cache, v_cache, slots.numel())
+    slab = slab.to(k_cache.device)
+    if _in_cuda(k_cache):
+        assert slab.numel() == slots.numel() * sum(cache[0, 0].nbytes for cache in (k_cache, v_cache))
+        cache_ops_cuda.scatter(k_cache, v_cache, slots, slab.data_ptr())
+        return
+    k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
     write_kv(k_cache, v_cache, k, v, slots)

@@ -51,7 +51,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_source_file_of_the_rooms_and_nothing_else(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    suffixes = (".py", ".c", ".h")
+    suffixes = (".py", ".c", ".h", ".cu")
     paths = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in suffixes]
     assert packed == {f"pdserve/{path.relative_to(ROOT)}" for path in paths}
 
