@@ -1,13 +1,13 @@
-"""Paged attention for one CPU thread. Single new tokens go to the kernel in C, where it can run; see attention_native.
+"""Paged attention for the CPU: in C where that can run (attention_native), else in torch, for one thread.
 
-Everything else: gather a sequence's blocks, then batched matrix products over its KV heads. Sequences are computed one
+In torch: gather a sequence's blocks, then batched matrix products over its KV heads. Sequences are computed one
 by one, so a sequence's bits cannot depend on its neighbours, and none pays for the length of another. Gathering into a
 buffer that all sequences and layers reuse keeps it in cache: for 16 sequences of 500 tokens (SmolLM2, one core) that
 and two `bmm` took 2.3 ms a layer, fresh buffers 2.8, and with them `scaled_dot_product_attention` 5.9. What does not
 change between layers is worked out once a step: with so little arithmetic in a token, slicing and reshaping would cost
 as much.
 
-That part is plain torch, so it also runs (slowly) on any other device.
+It is plain torch, so it also runs (slowly) on any other device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .attention_native import SingleTokens, attend_single_tokens, find_single_tokens, library_for
+from .attention_native import NativePlan, attend_in_c, library_for, plan_step
 
 # A tile's scores should stay in L2 while softmax and the second product read them again.
 TILE_SCORES = 1 << 19
@@ -43,8 +43,8 @@ class Workspace:
     """What the layers of one step share. A new step needs a new one."""
 
     buffers: dict[tuple[str, torch.Size], Tensor] = field(default_factory=dict)
-    plans: dict[tuple[int | None, torch.Size, torch.Size, bool], list[_SequencePlan]] = field(default_factory=dict)
-    single_tokens: SingleTokens | None = None
+    plans: dict[tuple[int | None, torch.Size, torch.Size], list[_SequencePlan]] = field(default_factory=dict)
+    native: NativePlan | None = None
     masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, cache: Tensor, num_blocks: int) -> Tensor:
@@ -81,27 +81,22 @@ def attend_on_cpu(
     sinks: Tensor | None,  # [heads]
     in_c: bool = True,
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
-    """The contract of `paged_attention`. `in_c`: where the kernel in C can run, let it."""
+    """The contract of `paged_attention`. `in_c`: where the kernels in C can run, let them."""
+    library = library_for(q, k_cache, v_cache) if in_c else None
+    if library is not None:
+        if workspace.native is None:
+            workspace.native = plan_step(query_lens, context_lens, block_tables)
+        return attend_in_c(
+            library, q, k_cache, v_cache, workspace.native, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     num_tokens, heads, k_head_dim = q.shape
     kv_heads, v_head_dim = v_cache.shape[2:]
     group = heads // kv_heads
     output = q.new_empty(num_tokens, kv_heads, group, v_head_dim)
-    library = library_for(q, k_cache, v_cache) if in_c else None
-    if library is not None:
-        if workspace.single_tokens is None:
-            workspace.single_tokens = find_single_tokens(query_lens, context_lens, block_tables)
-        attend_single_tokens(
-            library, q, k_cache, v_cache, workspace.single_tokens, output,
-            scale=scale, window=window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-        if len(workspace.single_tokens.rows) == len(query_lens):
-            return output.view(num_tokens, heads, v_head_dim)
     scaled = (q * scale).reshape(num_tokens, kv_heads, group, k_head_dim)
-    plan_key = (window, k_cache.shape, v_cache.shape, library is None)
+    plan_key = (window, k_cache.shape, v_cache.shape)
     if plan_key not in workspace.plans:
-        workspace.plans[plan_key] = _plan(
-            k_cache, v_cache, query_lens, context_lens, block_tables, workspace, window, singles=library is None
-        )
+        workspace.plans[plan_key] = _plan(k_cache, v_cache, query_lens, context_lens, block_tables, workspace, window)
     for plan in workspace.plans[plan_key]:
         torch.index_select(k_cache, 0, plan.blocks, out=plan.k_buffer)
         torch.index_select(v_cache, 0, plan.blocks, out=plan.v_buffer)
@@ -147,21 +142,13 @@ def _plan(
     block_tables: Tensor,
     workspace: Workspace,
     window: int | None,
-    *,
-    singles: bool,
 ) -> list[_SequencePlan]:
-    """Where each sequence's visible keys are; the earliest is the first query's window.
-
-    Sequences of one query are left out unless `singles`.
-    """
+    """Where each sequence's visible keys are; the earliest is the first query's window."""
     block_size = k_cache.shape[1]
     k_room = workspace.buffer("k", k_cache, block_tables.shape[1])
     v_room = workspace.buffer("v", v_cache, block_tables.shape[1])
     plans, start = [], 0
     for table, query_len, context_len in zip(block_tables, query_lens, context_lens, strict=True):
-        if query_len == 1 and not singles:
-            start += 1
-            continue
         first_key = 0 if window is None else max(0, context_len - query_len + 1 - window)
         first_block = first_key // block_size
         blocks = table[first_block : (context_len + block_size - 1) // block_size]

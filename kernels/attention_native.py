@@ -1,4 +1,8 @@
-"""Attention of single new tokens in C (`native/attention.c`): K and V are read once, in place, without a gather."""
+"""Paged attention in C: K and V are read in place, without a gather.
+
+Single new tokens (`native/attention.c`) are bound by memory, chunks of a prompt (`native/prompt_attention.c`) by
+arithmetic, so each has a kernel of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +15,47 @@ from torch import Tensor
 
 from .library import native
 
+MOST_DIMS = 2048  # of K and V together: a tile of queries lies on a thread's stack
+
 
 @dataclass(frozen=True)
-class SingleTokens:
-    """The sequences of a step that have one query each; the same for every layer."""
+class _Sequences:
+    """Sequences of a step, as C reads them."""
 
-    rows: Tensor  # [sequences] int64: their tokens in the flattened batch
-    lens: Tensor  # [sequences] int64: their tokens after this step
+    starts: Tensor  # [sequences] int64: their first tokens in the flattened batch
+    query_lens: Tensor  # [sequences] int64: their tokens of this step
+    context_lens: Tensor  # [sequences] int64: their tokens after this step
     tables: Tensor  # [sequences, max_blocks] int64
 
 
-def find_single_tokens(
+@dataclass(frozen=True)
+class NativePlan:
+    """The sequences of a step, the same for every layer: those with one query, and the others."""
+
+    singles: _Sequences | None
+    chunks: _Sequences | None
+
+
+def plan_step(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Tensor,  # [num_seqs, max_blocks] int64
-) -> SingleTokens:
-    rows, sequences, row = [], [], 0
+) -> NativePlan:
+    singles, chunks, starts, start = [], [], [], 0
     for sequence, query_len in enumerate(query_lens):
-        if query_len == 1:
-            rows.append(row)
-            sequences.append(sequence)
-        row += query_len
-    chosen = block_tables if len(sequences) == len(query_lens) else block_tables[sequences]
-    lens = torch.tensor([context_lens[sequence] for sequence in sequences], dtype=torch.int64)
-    return SingleTokens(torch.tensor(rows, dtype=torch.int64), lens, chosen.contiguous())
+        (singles if query_len == 1 else chunks).append(sequence)
+        starts.append(start)
+        start += query_len
+    table = torch.tensor([starts, query_lens, context_lens], dtype=torch.int64)
+
+    def pick(chosen: list[int]) -> _Sequences | None:
+        if not chosen:
+            return None
+        whole = len(chosen) == len(starts)
+        lens, tables = (table, block_tables) if whole else (table[:, chosen], block_tables[chosen])
+        return _Sequences(*lens.contiguous(), tables.contiguous())
+
+    return NativePlan(pick(singles), pick(chunks))
 
 
 def library_for(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> ctypes.CDLL | None:
@@ -42,34 +63,43 @@ def library_for(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> ctypes.CDLL | No
     for tensor in (q, k_cache, v_cache):
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             return None
+    if k_cache.shape[3] + v_cache.shape[3] > MOST_DIMS:
+        return None
     return native() if k_cache.is_contiguous() and v_cache.is_contiguous() else None
 
 
-def attend_single_tokens(
+def attend_in_c(
     library: ctypes.CDLL,
     q: Tensor,  # [num_tokens, heads, k_head_dim]
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
     v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
-    singles: SingleTokens,
-    output: Tensor,  # [num_tokens, heads, v_head_dim] contiguous: the rows of `singles` are written
+    plan: NativePlan,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
-) -> None:
-    """The contract of `paged_attention`, for those rows."""
-    _, heads, k_head_dim = q.shape
+) -> Tensor:  # [num_tokens, heads, v_head_dim] contiguous
+    """The contract of `paged_attention`."""
+    num_tokens, heads, k_head_dim = q.shape
     _, block_size, kv_heads, v_head_dim = v_cache.shape
     if q.stride()[1:] != (k_head_dim, 1):
         q = q.contiguous()
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    state = q.new_empty(len(singles.rows), 2, heads)
-    library.pd_decode_attention(
-        q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(),
-        len(singles.rows), singles.rows.data_ptr(), singles.lens.data_ptr(),
-        singles.tables.data_ptr(), singles.tables.shape[1], block_size, heads, kv_heads, k_head_dim, v_head_dim,
-        scale, window or 0, softcap or 0.0, None if sinks is None else sinks.data_ptr(),
-        state.data_ptr(), output.data_ptr(),
-    )  # fmt: skip
+    output = q.new_empty(num_tokens, heads, v_head_dim)
+    inputs = q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr()
+    shapes = block_size, heads, kv_heads, k_head_dim, v_head_dim
+    settings = scale, window or 0, softcap or 0.0, None if sinks is None else sinks.data_ptr()
+    if (part := plan.singles) is not None:
+        state = q.new_empty(len(part.starts), 2, heads)
+        library.pd_decode_attention(
+            *inputs, len(part.starts), part.starts.data_ptr(), part.context_lens.data_ptr(), part.tables.data_ptr(),
+            part.tables.shape[1], *shapes, *settings, state.data_ptr(), output.data_ptr(),
+        )  # fmt: skip
+    if (part := plan.chunks) is not None:
+        library.pd_prompt_attention(
+            *inputs, len(part.starts), part.starts.data_ptr(), part.query_lens.data_ptr(), part.context_lens.data_ptr(),
+            part.tables.data_ptr(), part.tables.shape[1], *shapes, *settings, output.data_ptr(),
+        )  # fmt: skip
+    return output

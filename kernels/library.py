@@ -45,6 +45,7 @@ SIGNATURES = {  # a letter for every argument
     "pd_attention_outputs": "pppppi",
     "pd_gated_mlp": "ppppi",
     "pd_decode_attention": "pippipppiiiiiififppp",
+    "pd_prompt_attention": "pippippppiiiiiififpp",
     "pd_scatter_rows": "ppipii",
     "pd_set_threads": "ipp",
     "pd_helped_ns": "p",

@@ -100,14 +100,23 @@ INLINE vec4 fold_sums(vec first, vec second, vec third, vec fourth) {
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
-INLINE vec larger(vec a, vec b) { /* b where either is NaN */
+/* b where either is NaN */
+#if LANES == 16
+INLINE vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif LANES == 8
+INLINE vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
+INLINE vec larger(vec a, vec b) {
     ivec mask = a > b;
     return (vec)(((ivec)a & mask) | ((ivec)b & ~mask));
 }
-INLINE vec smaller(vec a, vec b) { /* b where either is NaN */
+INLINE vec smaller(vec a, vec b) {
     ivec mask = a < b;
     return (vec)(((ivec)a & mask) | ((ivec)b & ~mask));
 }
+#endif
 
 /* e^x to a few units in the last place; x beyond [-87, 88] counts as the bound, NaN stays NaN. */
 INLINE vec exponential(vec x) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ def expected(case: Case, inputs: Inputs) -> Tensor:
 
 @pytest.fixture(params=[*RUNNABLE, "torch"], autouse=True)
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Single tokens in C, at every instruction set, or in torch."""
+    """In C, at every instruction set, or in torch."""
     if request.param != "torch" and shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     library = None if request.param == "torch" else open_library(request.param)
@@ -147,6 +148,16 @@ CASES = {
     ),
     "decode-in-a-window": Case(window=67, sinks=True, query_lens=(1, 1, 1), context_lens=(66, 68, 300), block_size=3),
     "decode-in-huge-blocks": Case(block_size=128, softcap=3.0, query_lens=(1, 1), context_lens=(129, 100)),
+    "chunks-of-many-tiles": Case(
+        heads=9, kv_heads=3, k_head_dim=64, v_head_dim=64, query_lens=(70, 2, 33, 1), context_lens=(200, 130, 64, 9)
+    ),
+    "many-queries-a-head": Case(
+        heads=71, kv_heads=1, k_head_dim=21, v_head_dim=18, query_lens=(3, 2), context_lens=(67, 2), softcap=3.0
+    ),
+    "chunks-in-a-window": Case(
+        heads=6, kv_heads=3, k_head_dim=18, v_head_dim=13, query_lens=(40, 90), context_lens=(300, 140), window=67,
+        block_size=5, sinks=True, softcap=1.0,
+    ),
     "single-token-prompt": Case(query_lens=(1,), context_lens=(1,), block_size=32, sinks=True),
 }
 
@@ -190,6 +201,20 @@ def test_a_sequence_gives_the_same_bits_alone_and_beside_others(case: Case) -> N
             block_tables=inputs.batch.block_tables[i : i + 1],
         )
         assert torch.equal(compute(case, inputs, alone, rows[i]), part)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(window=70, sinks=True, softcap=2.0)])
+def test_where_a_prompt_is_cut_does_not_change_a_bit(case: Case, version: str) -> None:
+    """Only in C, and but for a chunk of one token, which is computed as a step of decoding is."""
+    if version == "torch":
+        pytest.skip("torch orders its sums by the shape of the whole")
+    case = replace(case, heads=6, query_lens=(230,), context_lens=(230,))
+    inputs = make(case)
+    whole = compute(case, inputs)
+    for cuts in ([0, 64, 230], [0, 2, 19, 130, 197, 230]):
+        for start, end in itertools.pairwise(cuts):
+            batch = replace(inputs.batch, query_lens=[end - start], context_lens=[end])
+            assert torch.equal(compute(case, inputs, batch, inputs.q[start:end]), whole[start:end])
 
 
 @pytest.mark.parametrize("query_len", [1, 5])
