@@ -41,7 +41,10 @@ def plan_step(
     context_lens: Sequence[int],
     block_tables: Tensor,  # [num_seqs, max_blocks] int64
 ) -> NativePlan:
-    singles, chunks, starts, start = [], [], [], 0
+    singles: list[int] = []
+    chunks: list[int] = []
+    starts: list[int] = []
+    start = 0
     for sequence, query_len in enumerate(query_lens):
         (singles if query_len == 1 else chunks).append(sequence)
         starts.append(start)
@@ -53,7 +56,8 @@ def plan_step(
             return None
         whole = len(chosen) == len(starts)
         lens, tables = (table, block_tables) if whole else (table[:, chosen], block_tables[chosen])
-        return _Sequences(*lens.contiguous(), tables.contiguous())
+        first, queries, contexts = lens.contiguous().unbind()
+        return _Sequences(first, queries, contexts, tables.contiguous())
 
     return NativePlan(pick(singles), pick(chunks))
 

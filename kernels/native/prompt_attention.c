@@ -8,6 +8,7 @@
  * What a lane computes is ordered by key positions alone, and a key it may not see adds exactly nothing: so its bits do
  * not depend on the other lanes, nor on where the prompt was cut into chunks of more than one token.
  */
+#include "threads.h"
 #include "vector.h"
 
 #include <math.h>
@@ -264,7 +265,7 @@ static void attend_tile(const Job *job, int64_t sequence, int64_t kv_head, int64
     close_tile(job, sequence, kv_head, from, &tile);
 }
 
-/* Tiles in the order of sequences, then KV heads, then tokens: neighbours share K and V. */
+/* Tiles in the order of sequences, then KV heads, then tokens: threads that take turns share K and V. */
 static void attend_item(void *context, int64_t item) {
     const Job *job = context;
     for (int64_t sequence = 0;; sequence++) {
@@ -292,5 +293,5 @@ EXPORT void pd_prompt_attention(const float *q, int64_t q_stride, const float *k
     int64_t items = 0;
     for (int64_t sequence = 0; sequence < count; sequence++)
         items += (query_lens[sequence] * (heads / kv_heads) + TILE - 1) / TILE * kv_heads;
-    for (int64_t item = 0; item < items; item++) attend_item(&job, item);
+    pd_parallel(attend_item, &job, items);
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_native import attend_single_tokens, find_single_tokens
+from pdserve.kernels.attention_native import attend_in_c, plan_step
 from pdserve.kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
 from pdserve.kernels.threads import MOST_HELPERS, helped_seconds, set_helpers
 
@@ -83,6 +83,25 @@ def test_a_product_has_the_same_bits_with_any_number_of_helpers(
         assert set_helpers(library, cores(helpers)) == helpers
         for _ in range(5):
             assert torch.equal(product(library, x, weight), alone), helpers
+
+
+@pytest.mark.parametrize("query_lens", [[1], [1] * 3, [1] * 9, [40, 1, 3]])
+def test_attention_has_the_same_bits_with_helpers(library: ctypes.CDLL, query_lens: list[int]) -> None:
+    k_cache, v_cache = random(20, 16, 3, 24), random(20, 16, 3, 17, seed=1)
+    q = random(sum(query_lens), 6, 24, seed=2)
+    contexts = [200 + 61 * i for i in range(len(query_lens))]
+    tables = torch.randint(20, (len(query_lens), 43), generator=torch.Generator().manual_seed(3))
+
+    def attend() -> Tensor:
+        plan = plan_step(query_lens, contexts, tables)
+        return attend_in_c(library, q, k_cache, v_cache, plan, scale=0.3, window=None, softcap=None, sinks=None)
+
+    alone = attend()
+    assert alone.isfinite().all()
+    for helpers in (1, 4):
+        assert set_helpers(library, cores(helpers)) == helpers
+        for _ in range(5):
+            assert torch.equal(attend(), alone), helpers
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 300])
@@ -176,30 +195,3 @@ def test_helpers_take_no_signals(library: ctypes.CDLL) -> None:
         blocked.append(int(fields["SigBlk"], 16))
     everything = 0xFFFFFFFE7FFBFEFF  # but KILL, STOP, and the two that pthreads uses itself
     assert sum(mask & everything == everything for mask in blocked) >= 2
-
-
-@pytest.mark.parametrize("sequences", [1, 3, 9])
-def test_attention_has_the_same_bits_with_helpers(library: ctypes.CDLL, sequences: int) -> None:
-    lens = [200 + 61 * i for i in range(sequences)]
-    blocks = [-(-n // 16) for n in lens]
-    q, k_cache, v_cache = (
-        random(*shape) for shape in ((sequences, 6, 24), (sum(blocks), 16, 2, 24), (sum(blocks), 16, 2, 40))
-    )
-    tables = torch.zeros(sequences, max(blocks), dtype=torch.int64)
-    for i, count in enumerate(blocks):
-        tables[i, :count] = torch.arange(count) + sum(blocks[:i])
-    singles = find_single_tokens([1] * sequences, lens, tables)
-
-    def attend() -> Tensor:
-        output = q.new_full((sequences, 6, 40), float("nan"))
-        attend_single_tokens(
-            library, q, k_cache, v_cache, singles, output, scale=0.2, window=None, softcap=None, sinks=None
-        )
-        return output
-
-    alone = attend()
-    assert alone.isfinite().all()
-    for helpers in (1, 4):
-        set_helpers(library, cores(helpers))
-        for _ in range(5):
-            assert torch.equal(attend(), alone)
