@@ -9,6 +9,7 @@ from .gateway import main as gateway
 from .machine import package_version
 from .overload import main as overload
 from .serve import main as serve
+from .steady import main as steady
 
 
 def kernels(arguments: list[str]) -> int:
@@ -24,10 +25,11 @@ commands:
   kernels   how near the CPU kernels come to the machine's limits, without a server
   serve     load a running server and measure TTFT, TPOT, ITL, throughput and goodput
   overload  load it beyond what it can do: how much is still in time?
+  steady    many short requests: is the last one served as the first ones were?
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
-COMMANDS = {"gateway": gateway, "kernels": kernels, "serve": serve, "overload": overload}
+COMMANDS = {"gateway": gateway, "kernels": kernels, "serve": serve, "overload": overload, "steady": steady}
 
 
 def main(arguments: list[str]) -> int:
