@@ -21,7 +21,8 @@ from .preemption import PreemptionMode
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`itl_budget_ms`: how long a step with a chunk of local prefill in it may take, as far as one block allows."""
+    """`itl_slo_s`: how long a step with a chunk of a prompt in it may take, as far as one block allows. None: nothing
+    was promised, and such steps take about `speed.ITL_BUDGET_S`."""
 
     worker: WorkerConfig
     bulk_address: str
@@ -29,7 +30,7 @@ class DecodeConfig:
     advertised: tuple[str, str] | None = None  # (bulk, control) that prefill workers shall connect to, if others
     max_sequences: int = 64
     local_tokens: int = 32
-    itl_budget_ms: float = 100.0
+    itl_slo_s: float | None = None
     transfer_deadline_s: float = 30.0
     preemption: PreemptionMode = "auto"
     swap_bytes: int = 0
@@ -72,7 +73,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         "--local-tokens", type=int, default=DecodeConfig.local_tokens,
         help="prompts that miss at most this many tokens are computed here when local prefill is allowed",
     )  # fmt: skip
-    parser.add_argument("--itl-budget-ms", type=float, default=DecodeConfig.itl_budget_ms)
+    parser.add_argument(
+        "--itl-slo-ms", type=float,
+        help="compute prompts beside streams, in parts that keep a step within this (default: leave them to prefill)",
+    )  # fmt: skip
     parser.add_argument("--transfer-deadline-s", type=float, default=DecodeConfig.transfer_deadline_s)
     parser.add_argument(
         "--preemption", choices=get_args(PreemptionMode), default=DecodeConfig.preemption,
@@ -84,7 +88,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         help="on a GPU, capture decode steps at start-up and replay them",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    require_positive(args, "max_sequences", "itl_budget_ms", "transfer_deadline_s")
+    require_positive(args, "max_sequences", "transfer_deadline_s")
+    if args.itl_slo_ms is not None:
+        require_positive(args, "itl_slo_ms")
     worker = worker_config(args)
     bulk, peer = listen_addresses(args.listen, args.name)
     check_exposed(bulk, args.insecure, worker.curve)
@@ -95,7 +101,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
         advertised=listen_addresses(args.advertise, args.name) if args.advertise else None,
         max_sequences=args.max_sequences,
         local_tokens=args.local_tokens,
-        itl_budget_ms=args.itl_budget_ms,
+        itl_slo_s=None if args.itl_slo_ms is None else args.itl_slo_ms / 1e3,
         transfer_deadline_s=args.transfer_deadline_s,
         preemption=args.preemption,
         swap_bytes=swap_size(args.swap_memory),

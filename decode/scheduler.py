@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..engine.block_pool import BlockPool, BlockTable
 from ..engine.request import finish_reason
@@ -52,6 +53,12 @@ class Plan:
         return [order.sequence for order in self.swapped_out] + self.moved + self.recomputed
 
 
+class ChunkTokens(Protocol):
+    """The most tokens of a prompt in a step: beside so many RUNNING sequences, and with or without RECEIVING ones."""
+
+    def __call__(self, running: int, *, expecting: bool) -> int: ...
+
+
 class Scheduler:
     """All sequences of one decode worker. `root_of(cache_salt)` gives the start of a sequence's hash chain."""
 
@@ -91,6 +98,16 @@ class Scheduler:
     def receiving(self, key: Key) -> Sequence | None:
         """The sequence of this attempt that waits for slabs, if there is one."""
         return next((s for s in self._jobs.get(key, ()) if s.state is State.RECEIVING), None)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Still to be computed here, of prompts that nobody else computes."""
+        waiting = [s for s in self if s.state is State.WAITING and s.local_prefill == "always"]
+        return sum(s.num_missing for s in (*waiting, *self.in_state(State.COMPUTING)))
+
+    def streaming_s(self, now: float) -> float:
+        """For how long the oldest stream has been flowing, preempted ones among them; 0 if there is none."""
+        return max((now - s.streaming_since for s in self if s.streaming_since), default=0.0)
 
     # --- arrival and end -------------------------------------------------------------------------------------
 
@@ -179,8 +196,8 @@ class Scheduler:
 
     # --- one turn --------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, chunk_tokens: Callable[[bool], int]) -> Plan:
-        """Decide one step. `chunk_tokens(busy)`: the most tokens of local prefill, with or without RUNNING company."""
+    def plan(self, now: float, chunk_tokens: ChunkTokens) -> Plan:
+        """Decide one step."""
         plan = Plan()
         for sequence in self.in_state(State.RUNNING):
             if sequence.state is State.RUNNING:  # it may have fallen victim to a better-ranked one
@@ -190,7 +207,7 @@ class Scheduler:
         plan.batch = [Work(s, s.table.num_computed, 1) for s in running]
         if computing := self.in_state(State.COMPUTING):
             first = computing[0]
-            count = min(first.num_missing, chunk_tokens(bool(running)))
+            count = min(first.num_missing, chunk_tokens(len(running), expecting=bool(self.in_state(State.RECEIVING))))
             plan.batch.append(Work(first, first.table.num_computed, count))
         return plan
 
@@ -249,7 +266,7 @@ class Scheduler:
             if sequence in self.swap:
                 self._bring_back(sequence, plan)
             else:
-                self._place(sequence, now, busy=holders > 0)
+                self._place(sequence, now)
                 plan.admitted.append(sequence)
             holders += 1
 
@@ -260,17 +277,13 @@ class Scheduler:
         sequence.table.commit(sequence.tokens, max(held, saved))
         sequence.state = State.RUNNING if sequence.num_missing == 1 else State.COMPUTING
 
-    def _place(self, sequence: Sequence, now: float, *, busy: bool) -> None:
+    def _place(self, sequence: Sequence, now: float) -> None:
         """Who computes what is missing: prefill (RECEIVING) or this worker (COMPUTING)."""
-        short = sequence.num_missing <= self._limits.local_tokens
+        local, reason = False, ""
         if sequence.announced or sequence.local_prefill == "always":
             local, reason = True, sequence.local_reason or "resumed"
-        elif sequence.local_prefill == "never" or not sequence.prefill:
-            local, reason = False, ""
-        else:
-            local, reason = short or (sequence.local_prefill == "idle" and not busy), "short"
-            if local and not short:
-                reason = sequence.local_reason or "idle"
+        elif sequence.local_prefill == "auto" and sequence.num_missing <= self._limits.local_tokens:
+            local, reason = True, "short"
         sequence.local_reason = reason
         sequence.state = State.COMPUTING if local else State.RECEIVING
         if not local:

@@ -43,6 +43,7 @@ class Sequence:
     unwanted: set[int] = field(default_factory=set)  # choices cancelled before they stood for themselves
     reservation: int = 0
     announced: bool = False  # the gateway has been told of the reservation
+    streaming_since: float = 0.0  # when it got its first token here
     begun: bool = False  # prefill has said or shown that it is at it
     deadline: float = 0.0
     scored: int = 0  # tokens of the prompt whose log probabilities have been sent, from token 1 on

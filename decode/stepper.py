@@ -19,9 +19,9 @@ from .metrics import DecodeMetrics
 from .preemption import SwapSpace
 from .scheduler import Plan
 from .sequence import Sequence, State, Work
+from .speed import Speeds
 
 Scores = list[TokenLogprobs] | None  # of a prompt's own tokens; None when they are not finite
-COST_MEMORY = 0.8  # weight of earlier measurements in the running mean of what a prompt token costs
 
 
 class Stepper:
@@ -34,6 +34,7 @@ class Stepper:
         metrics: DecodeMetrics,
         between_layers: Callable[[], None],
         grammars: Grammars,
+        speeds: Speeds,
     ) -> None:
         self._grammars = grammars
         self._engine = engine
@@ -42,7 +43,7 @@ class Stepper:
         self._between_layers = between_layers
         self._runner = Runner(engine.model, engine.cache, self._on_layer)
         self._graphs: DecodeGraphs | None = None
-        self._chunk_token_s = 0.0
+        self._speeds = speeds
         self.running: list[Work] = []  # the batch, while it runs
 
     def _on_layer(self, layer: int) -> None:
@@ -53,14 +54,6 @@ class Stepper:
         self._runner.warm_up(self._engine.pool)
         if capture is not None:
             self._graphs = capture_decode_steps(self._runner, self._engine.pool, max_rows, capture)
-
-    def chunk_tokens(self, most: int, budget_s: float, *, busy: bool) -> int:
-        """Tokens of local prefill for one step: `most`, and beside running sequences what the ITL budget affords."""
-        if not busy:
-            return most
-        block_size = self._engine.pool.block_size
-        affordable = int(budget_s / self._chunk_token_s) if self._chunk_token_s else 0
-        return max(block_size, min(most, affordable))
 
     def move_swapped(self, plan: Plan) -> None:
         """Copy preempted sequences out and returning ones in, before anything else is written."""
@@ -74,6 +67,7 @@ class Stepper:
         """Logits [works that sample, vocab] of the batch, and the scores of each work's prompt tokens, from token
         `work.start` + 1 on, if it is to have them; None when the step was cancelled half-way."""
         started = time.monotonic()
+        num_running = sum(work.sequence.state is State.RUNNING for work in batch)
         self.running = batch
         chunks = [_chunk(work) for work in batch]
         sampling = [w.sequence for w in batch if w.samples]
@@ -85,7 +79,8 @@ class Stepper:
             return None
         finally:
             self.running = []
-        self._measure(batch, time.monotonic() - started)
+        prompt_tokens = sum(work.count for work in batch) - num_running
+        self._measure(num_running, prompt_tokens, time.monotonic() - started)
         return logits, scores
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:  # [chunks that sample, vocab]
@@ -93,14 +88,10 @@ class Stepper:
             return self._graphs.run(chunks)
         return self._runner.forward(chunks)
 
-    def _measure(self, batch: list[Work], elapsed_s: float) -> None:
-        tokens = sum(work.count for work in batch)
+    def _measure(self, running: int, prompt_tokens: int, elapsed_s: float) -> None:
         self._metrics.step_seconds.observe(elapsed_s)
-        self._metrics.computed_tokens.inc(tokens)
-        if batch[-1].count > 1:
-            cost = elapsed_s / tokens
-            known = self._chunk_token_s or cost
-            self._chunk_token_s = COST_MEMORY * known + (1 - COST_MEMORY) * cost
+        self._metrics.computed_tokens.inc(running + prompt_tokens)
+        self._speeds.measured(running, prompt_tokens, elapsed_s)
 
     def pick(
         self, logits: torch.Tensor, sampling: list[Work]

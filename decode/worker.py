@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
 import zmq
@@ -49,6 +48,7 @@ from .outbox import Outbox
 from .preemption import SwapSpace
 from .scheduler import DecodeLimits, Plan, Scheduler
 from .sequence import Key, Sequence, State, Work
+from .speed import ChunkLimits, Speeds
 from .stepper import Scores, Stepper
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class DecodeWorker:
         self._scheduler = Scheduler(engine.pool, limits, self._root_of, engine.model.eos_token_ids, swap)
         self._receiver = Receiver(self._layout)
         self._grammars = Grammars(engine.tokenizer)
-        self._stepper = Stepper(engine, swap, self._metrics, self._between_layers, self._grammars)
+        self._speeds = Speeds(ChunkLimits(config.worker.chunk_tokens, engine.pool.block_size, config.itl_slo_s))
+        self._stepper = Stepper(engine, swap, self._metrics, self._between_layers, self._grammars, self._speeds)
         self._intake = Intake(
             self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
             config.worker.link,
@@ -123,7 +124,7 @@ class DecodeWorker:
         try:
             while not self._stopping and not self._members.may_leave:
                 self._receive()
-                plan = self._scheduler.plan(time.monotonic(), self._chunk_tokens)
+                plan = self._scheduler.plan(time.monotonic(), self._speeds.chunk_tokens)
                 self._announce(plan)
                 self._stepper.move_swapped(plan)
                 if plan.batch:
@@ -347,9 +348,6 @@ class DecodeWorker:
 
     # --- one step --------------------------------------------------------------------------------------------
 
-    def _chunk_tokens(self, busy: bool) -> int:
-        return self._stepper.chunk_tokens(self._config.worker.chunk_tokens, self._config.itl_budget_ms / 1e3, busy=busy)
-
     def _run_step(self, batch: list[Work]) -> None:
         step = self._stepper.run(batch)
         if step is None:
@@ -383,6 +381,7 @@ class DecodeWorker:
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         tie = self._members.owner.get(sequence.key)
         index = len(sequence.output)
+        sequence.streaming_since = sequence.streaming_since or time.monotonic()
         finish = self._scheduler.append(sequence, token)
         if tie is not None:
             self._outbox.add(tie, (*sequence.key, sequence.choice, index, token, finish), logprobs)
@@ -426,10 +425,11 @@ class DecodeWorker:
             held_blocks=counts.held,
             running=sum(state in (State.RUNNING, State.COMPUTING) for state in states),
             waiting=sum(state is State.WAITING for state in states),
-            queued_tokens=_missing_tokens(self._scheduler),
+            queued_tokens=self._scheduler.queued_tokens,
             draining=self._members.draining,
             links=[],
             metrics=self._metrics.snapshot(self._engine.pool, self._frames),
+            speed=self._speeds.report(states.count(State.RUNNING), self._scheduler.streaming_s(time.monotonic())),
         )
 
     def _check_invariants(self) -> None:
@@ -437,7 +437,3 @@ class DecodeWorker:
         owned = set(self._members.owner)
         inbox = {(m.request, m.attempt) for _, m in self._inbox if isinstance(m, Reserve)}
         assert self._scheduler.keys | (inbox & owned) == owned, "owners and sequences differ"
-
-
-def _missing_tokens(sequences: Iterable[Sequence]) -> int:
-    return sum(s.num_missing for s in sequences if s.state in (State.WAITING, State.COMPUTING))

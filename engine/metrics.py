@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..transfer.channel import FrameCounts
-from ..transfer.messages import Family, Sample
+from ..transfer.reports import Family, Sample
 from .block_pool import BlockPool
 
 STEP_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)

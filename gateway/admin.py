@@ -134,6 +134,7 @@ def describe(request: Request, holders: Iterable[Worker]) -> dict[str, Any]:
         "id": request.id,
         "model": request.model,
         "state": request.state.value,
+        "prefill": request.choice and {"where": request.choice.where, "reason": request.choice.reason},
         "attempt": request.attempt,
         "prompt_tokens": len(request.job.prompt),
         "output_tokens": outputs,

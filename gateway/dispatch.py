@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from ..transfer.messages import LocalPrefill
+from ..transfer.messages import LocalPrefill, Reserved
+from .elastic import Choice, Where, choose, forced
 from .limits import AdmissionQueue, Turn
 from .pool import Pool
-from .router import Ask, LocalPrefillMode, Policy, local_prefill, prefix_chain
-from .worker import Leg, Owner, Worker, pair_load
+from .router import Ask, LocalPrefillMode, Policy, prefix_chain
+from .worker import Leg, Owner, Worker, at_decode, at_prefill, pair_load
 
 PRIORITY_STEP_S = 10.0  # one priority level weighs as much as this much waiting, as in decode's rank
 BACKLOG_S = 0.25  # of prompts that may stand at a worker, beside the one it computes and the one after that
@@ -47,7 +49,8 @@ class Placement:
     prefill: Worker | None
     prefill_leg: Leg | None
     local_prefill: LocalPrefill
-    local_reason: str
+    choice: Choice
+    placed_at: float
 
     def release(self) -> None:
         """Tell both workers to drop the attempt, as far as they have heard of it, and give the places back."""
@@ -104,6 +107,27 @@ class Objectives:
     tpot_s: float | None = None
 
 
+class ChoiceCounts(Protocol):
+    """Takes note of who computes prompts, and of how long that took against what had been predicted."""
+
+    def count_choice(self, where: Where, reason: str) -> None: ...
+
+    def observe_prediction(self, where: Where, predicted_s: float, observed_s: float) -> None: ...
+
+
+class NotCounted:
+    """ChoiceCounts of somebody who does not want to know."""
+
+    def count_choice(self, where: Where, reason: str) -> None:
+        pass
+
+    def observe_prediction(self, where: Where, predicted_s: float, observed_s: float) -> None:
+        pass
+
+
+NOT_COUNTED = NotCounted()
+
+
 class Dispatcher:
     """Asks the router for a pair of workers of one model, in the queue's order, and claims places there.
 
@@ -121,6 +145,7 @@ class Dispatcher:
         queue_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         objectives: Objectives = Objectives(),
+        counts: ChoiceCounts = NOT_COUNTED,
     ) -> None:
         self.pool = pool
         self.model = model
@@ -131,7 +156,8 @@ class Dispatcher:
         self._output_tokens = 0.0  # mean of finished requests; 0 while there was none
         self._policy = policy
         self._mode: LocalPrefillMode = local_prefill_mode
-        self._turn = itertools.count()
+        self._counts = counts
+        self._turn = 0  # how many attempts have been placed
         self._incarnation = secrets.token_hex(4)
         self._requests = itertools.count(1)
         pool.on_change.append(queue.wake)
@@ -202,48 +228,94 @@ class Dispatcher:
 
     def _claim(self, wanted: Wanted) -> Placement | None:
         """A place for the attempt right now, or None."""
-        pairs = self._candidates(wanted)
-        by_name = {(d.id, p.id if p else ""): (d, p) for d, p in pairs if self._has_room(d, p)}
-        if not by_name:
+        pairs = [(d, p) for d, p in self._candidates(wanted) if self._takes_one_more(d)]
+        if wanted.suspect and any(not d.legs for d, _ in pairs):
+            pairs = [(d, p) for d, p in pairs if not d.legs]
+        open_pairs = [(d, p) for d, p in pairs if self._may_compute(p or d)]
+        if not pairs or (not open_pairs and pairs[0][1] is None):
             return None
-        if wanted.suspect and any(not d.legs for d, _ in by_name.values()):
-            by_name = {names: pair for names, pair in by_name.items() if not pair[0].legs}
-        loads = [pair_load(d, p) for d, p in by_name.values()]
-        workers = {w.id: w for pair in by_name.values() for w in pair if w is not None}
-        overlap = {name: worker.prefixes.overlap_tokens(wanted.chain) for name, worker in workers.items()}
-        chosen = self._policy(loads, Ask(wanted.num_tokens, next(self._turn), overlap))
-        decode, prefill = by_name[chosen.decode.worker, chosen.prefill.worker if chosen.prefill else ""]
-        how, why = local_prefill(chosen, self._mode)
-        if wanted.spread:
-            how, why = "always", "resumed"
-        missing = {name: wanted.num_tokens - min(tokens, wanted.num_tokens) for name, tokens in overlap.items()}
-        self._check_in_time(wanted, prefill or decode, missing[(prefill or decode).id])
+        workers = {w.id: w for pair in pairs for w in pair if w is not None}
+        missing = {
+            name: wanted.num_tokens - min(worker.prefixes.overlap_tokens(wanted.chain), wanted.num_tokens)
+            for name, worker in workers.items()
+        }
+        decode, prefill = self._best(open_pairs or pairs, wanted, missing)
+        helpers = {d.id: d for d, _ in pairs if self._may_compute(d)}
+        choice = self._choose(wanted, decode, prefill, helpers, missing)
+        if choice.where == "prefill" and not open_pairs:
+            return None  # it is worth while to wait for it
+        if choice.where == "decode":
+            decode, prefill = workers[choice.worker], None
+        computing = prefill or decode
+        self._check_in_time(wanted, computing, missing[computing.id])
+        self._turn += 1
         decode_leg = Leg(
             wanted.owner, wanted.request, wanted.attempt, missing[decode.id], wanted.num_tokens, wanted.max_tokens
         )
         self.pool.place(decode, decode_leg)
         prefill_leg = None
-        if prefill is None:
-            decode_leg.computes = max(missing[decode.id], 1)
-        else:
+        if prefill is not None:
             prefill_leg = Leg(wanted.owner, wanted.request, wanted.attempt, missing[prefill.id])
-            prefill_leg.computes = max(missing[prefill.id], 1)
             self.pool.place(prefill, prefill_leg)
-        return Placement(self.pool, decode, decode_leg, prefill, prefill_leg, how, why)
+        (prefill_leg or decode_leg).computes = max(missing[computing.id], 1)
+        how: LocalPrefill = "always" if prefill is None else self._mode
+        return Placement(self.pool, decode, decode_leg, prefill, prefill_leg, how, choice, self.clock())
 
-    def _has_room(self, decode: Worker, prefill: Worker | None) -> bool:
-        """May one more request be sent to the pair now? More than they can be busy with stays in the queue, where it
-        can still go anywhere, in fair order, and costs nothing to give up."""
+    def _best(
+        self, pairs: Sequence[tuple[Worker, Worker | None]], wanted: Wanted, missing: Mapping[str, int]
+    ) -> tuple[Worker, Worker | None]:
+        """The pair that the policy takes."""
+        by_name = {(d.id, p.id if p else ""): (d, p) for d, p in pairs}
+        overlap = {name: wanted.num_tokens - tokens for name, tokens in missing.items()}
+        loads = [pair_load(d, p) for d, p in pairs]
+        chosen = self._policy(loads, Ask(wanted.num_tokens, self._turn, overlap))
+        return by_name[chosen.decode.worker, chosen.prefill.worker if chosen.prefill else ""]
+
+    def _choose(
+        self,
+        wanted: Wanted,
+        decode: Worker,
+        prefill: Worker | None,
+        helpers: Mapping[str, Worker],
+        missing: Mapping[str, int],
+    ) -> Choice:
+        """Who computes the prompt: the prefill worker, one of the `helpers`, or `decode` where there is nobody else."""
+        if prefill is None:
+            here = at_decode(decode, missing[decode.id])
+            return forced("resumed" if wanted.spread else "no_prefill", here)
+        there = at_prefill(prefill, missing[prefill.id])
+        if self._mode == "never":
+            return choose(there, None, wanted.first_seen)
+        return choose(there, [at_decode(d, missing[name]) for name, d in helpers.items()], wanted.first_seen)
+
+    def _takes_one_more(self, decode: Worker) -> bool:
+        """May one more request go to this decode worker now, whoever computes its prompt? More than it can be busy
+        with stay in the queue, where they can still go anywhere, in fair order, and cost nothing to give up."""
         if not decode.has_place:
             return False
         tpot_s = self._objectives.tpot_s
-        if tpot_s is not None and decode.legs and decode.pace.step_s(len(decode.legs) + 1) > tpot_s:
+        return tpot_s is None or not decode.legs or decode.pace.step_s(len(decode.legs) + 1) <= tpot_s
+
+    def _may_compute(self, worker: Worker) -> bool:
+        """May one more prompt be sent to this worker of either kind now, for it to compute?"""
+        if worker.register.role == "prefill" and not (worker.has_place and self.pool.is_free(worker)):
             return False
-        if prefill is None:
-            return _backlog_is_short(decode)
-        if not prefill.has_place or not self.pool.is_free(prefill):
-            return False
-        return _backlog_is_short(prefill) or (self._mode == "auto" and not decode.legs)
+        return _backlog_is_short(worker)
+
+    # --- what became of it -------------------------------------------------------------------------------------------
+
+    def reserved(self, place: Placement, event: Reserved) -> Choice:
+        """Decode has a place for it; who computes its prompt is certain now."""
+        if event.local and place.prefill is not None:  # less is missing than was thought
+            place.choice = Choice("decode", event.reason)
+        self._counts.count_choice(place.choice.where, place.choice.reason)
+        return place.choice
+
+    def first_token(self, place: Placement) -> None:
+        """The attempt has its first token, as early as was predicted or not."""
+        choice, place.choice = place.choice, replace(place.choice, ttft_s=None)
+        if choice.ttft_s is not None:
+            self._counts.observe_prediction(choice.where, choice.ttft_s, self.clock() - place.placed_at)
 
     def _check_in_time(self, wanted: Wanted, computing: Worker, missing_tokens: int) -> None:
         """Raise Overloaded when the first token would come too late from this worker: no work is spent then.

@@ -73,6 +73,7 @@ class UpConfig:
     max_sequences: int | None = None
     preemption: str | None = None
     swap_memory: str | None = None
+    itl_slo_ms: float | None = None
     no_prefix_caching: bool = False
     no_fused_modules: bool = False
     check_invariants: bool = False
@@ -110,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     workers.add_argument("--gateways", type=int, default=UpConfig.gateways, metavar="N", help="on consecutive ports")
     workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
     workers.add_argument("--link", choices=("auto", "shm", "zmq"), help="how KV moves (auto: shm)")
-    workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute short prompts itself")
+    workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute prompts itself")
     memory = parser.add_argument_group("model and memory")
     memory.add_argument("--dtype", help="float32, float16 or bfloat16")
     add_per_model(memory, "--max-model-len", "TOKENS", "longest prompt + output")
@@ -133,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--queue-timeout-s", type=float, metavar="S", help="longest wait before a 503")
     limits.add_argument("--ttft-slo-s", type=float, metavar="S", help="refuse what would start later than this")
     limits.add_argument("--tpot-slo-s", type=float, metavar="S", help="run no more than get a token each in this")
+    limits.add_argument("--itl-slo-ms", type=float, metavar="MS", help="steps in which decode computes prompts, too")
     limits.add_argument("--max-connections", type=int, metavar="N", help="open at a time; the next one gets a 503")
     limits.add_argument("--api-keys", metavar="FILE", help="let only these in (see `pdserve keys api NAME`)")
     add_front_arguments(limits)
@@ -173,6 +175,8 @@ def parse_config(argv: Sequence[str]) -> UpConfig:
             raise ConfigError(f"--prefill {prefill} --decode {decode}: at least one decode worker is needed")
     if len({_plain(model.name) for model in config.models}) < len(config.models):
         raise ConfigError("--model: the names are too much alike to name workers after them")
+    if config.itl_slo_ms is not None and not 0 < config.itl_slo_ms < float("inf"):
+        raise ConfigError(f"--itl-slo-ms {config.itl_slo_ms} is not a positive number")
     if config.gateways < 1:
         raise ConfigError(f"--gateways {config.gateways}: at least one is needed")
     if not 0 <= config.port <= 65536 - config.gateways:
@@ -272,6 +276,7 @@ def child_specs(
         max_sequences=config.max_sequences,
         preemption=config.preemption,
         swap_memory=config.swap_memory,
+        itl_slo_ms=config.itl_slo_ms,
     )
     counts = (sum(map(config.num_prefill, config.models)), sum(map(config.num_decode, config.models)))
     prefill_cpus, decode_cpus = map(iter, place_workers(*counts, cpus))

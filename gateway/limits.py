@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from .pace import Rate
+from ..engine.rate import Rate
 
 
 class QueueFull(Exception):

@@ -14,13 +14,15 @@ from prometheus_client.registry import Collector
 
 from ..engine.lifetime import Lifetime
 from ..transfer.channel import FrameCounts
-from ..transfer.messages import Family, Sample
+from ..transfer.reports import Family, Sample
 from .attempt import RetryKind
+from .elastic import Where
 
 METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RATIO_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -79,6 +81,14 @@ class GatewayMetrics:
         self.inflight = Gauge("pdserve_requests_inflight", "HTTP requests for tokens being served", registry=registry)
         self.requests = counter("requests", "HTTP requests for tokens, by how they ended", "outcome")
         self.retries = counter("retries", "Attempts that ended early and were tried again", "kind")
+        self.prefill_choices = counter(
+            "prefill_choices", "Who computed the prompt of an attempt, and why", "where", "reason"
+        )
+        self.prediction = Histogram(
+            "pdserve_ttft_prediction_ratio",
+            "Time from a place to the first token, over what it was predicted to be",
+            ["where", "model"], buckets=RATIO_BUCKETS, registry=registry,
+        )  # fmt: skip
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = counter("generated_tokens", "Tokens accepted")
         self.rate_limited = Counter(
@@ -95,6 +105,7 @@ class GatewayMetrics:
         for outcome in Outcome:
             self.requests.labels(outcome.value, model)
         return ModelMetrics(
+            model=model,
             ttft=self.ttft.labels(model),
             tpot=self.tpot.labels(model),
             itl=self.itl.labels(model),
@@ -102,6 +113,8 @@ class GatewayMetrics:
             queue=self.queue.labels(model),
             prompt_tokens=self.prompt_tokens.labels(model),
             generated_tokens=self.generated_tokens.labels(model),
+            prefill_choices=self.prefill_choices,
+            prediction={where: self.prediction.labels(where, model) for where in get_args(Where)},
             retries={kind: self.retries.labels(kind, model) for kind in get_args(RetryKind)},
         )
 
@@ -117,6 +130,7 @@ class GatewayMetrics:
 class ModelMetrics:
     """What is counted of one model's requests."""
 
+    model: str
     ttft: Histogram
     tpot: Histogram
     itl: Histogram
@@ -124,10 +138,19 @@ class ModelMetrics:
     queue: Histogram
     prompt_tokens: Counter
     generated_tokens: Counter
+    prefill_choices: Counter  # of all models
+    prediction: Mapping[Where, Histogram]
     retries: Mapping[RetryKind, Counter]
 
     def count_retry(self, kind: RetryKind) -> None:
         self.retries[kind].inc()
+
+    def count_choice(self, where: Where, reason: str) -> None:
+        self.prefill_choices.labels(where, reason, self.model).inc()
+
+    def observe_prediction(self, where: Where, predicted_s: float, observed_s: float) -> None:
+        if predicted_s > 0:
+            self.prediction[where].observe(observed_s / predicted_s)
 
     def observe(self, lifetime: Lifetime) -> None:
         """Note every latency of a request that has ended, as far as it got."""

@@ -6,28 +6,9 @@ they hold for whatever machine, model, mixture of requests and number of gateway
 
 from __future__ import annotations
 
-import math
+from ..engine.rate import Rate
 
-RATE_WINDOW_S = 10.0  # of busy time: how far back a rate remembers
-MIN_RATE_TIME_S = 0.05  # of busy time: with less than this a rate is not known
 STEP_WINDOW = 16.0  # decode steps that the mean step time remembers
-
-
-class Rate:
-    """Work per second of busy time. `add` tells how much was done in how long; None while nothing is known."""
-
-    def __init__(self) -> None:
-        self._work = 0.0
-        self._time_s = 0.0
-
-    def add(self, work: float, busy_s: float) -> None:
-        kept = math.exp(-busy_s / RATE_WINDOW_S)
-        self._work = self._work * kept + work
-        self._time_s = self._time_s * kept + busy_s
-
-    @property
-    def per_s(self) -> float | None:
-        return self._work / self._time_s if self._time_s >= MIN_RATE_TIME_S else None
 
 
 class Pace:

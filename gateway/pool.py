@@ -305,7 +305,7 @@ class Pool:
         return next((w for w in self.workers.values() if w.name == name), None)
 
     def _on_heartbeat(self, worker: Worker, message: WorkerHeartbeat) -> None:
-        worker.heartbeat = message
+        worker.heartbeat, worker.heartbeat_at = message, self._clock()
         worker.unlinked.clear()
         if message.draining:
             self.dismiss(worker)

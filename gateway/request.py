@@ -36,6 +36,7 @@ from .api.errors import ApiError, bad_grammar, failed, queue_full, too_long, una
 from .attempt import AttemptOver, RetryKind, ending
 from .choice import ChoiceState, Sink, Taken
 from .dispatch import Dispatcher, NoWorkers, Overloaded, Placement, PromptTooLong, Wanted
+from .elastic import Choice
 from .limits import QueueFull
 from .prompt_scores import PromptScores
 from .worker import Event, NewToken
@@ -91,6 +92,7 @@ class Request:
         self.model = dispatcher.model
         self.state = State.QUEUED
         self.attempt = 0
+        self.choice: Choice | None = None  # who computes the prompt, in the newest attempt that is reserved
         self.cached_tokens = 0
         self.choices = [ChoiceState() for _ in range(job.num_choices)]
         scored = job.params.prompt_logprobs is not None
@@ -208,7 +210,7 @@ class Request:
             params=self._params,
             prefill=place.prefill.id if place.prefill else "",
             local_prefill=place.local_prefill,
-            local_reason=place.local_reason,
+            local_reason=place.choice.reason if place.choice.where == "decode" else "",
             cache_salt=job.cache_salt,
             priority=job.priority,
             age_s=max(self._dispatcher.clock() - self._first_seen, 0.0),
@@ -297,6 +299,7 @@ class Request:
         place.decode_leg.pending_tokens = 0
         place.decode.prefixes.correct(self._chain, event.held_tokens)
         self._note_cached(event.held_tokens)
+        self.choice = self._dispatcher.reserved(place, event)
         if event.local:
             place.drop_prefill(cancel=False)
             self.state = State.DECODING
@@ -424,6 +427,7 @@ class Request:
     def _accept(self, place: Placement, number: int, taken: Taken) -> None:
         choice = self.choices[number]
         choice.accepted.append(taken.token)
+        self._dispatcher.first_token(place)
         self._lifetime.token(self.job.first_choice + number)
         if taken.finish:
             choice.ended_by = "decode"

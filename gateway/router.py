@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
-from ..transfer.messages import LocalPrefill
-
 PREFIX_BLOCK_TOKENS = 64
 PREFIX_INDEX_BLOCKS = 65_536  # about 4 million tokens of prefixes remembered per worker
 
 TRANSFER_COST = 0.1  # moving the KV of one token, in units of computing one
 RUNNING_COST_TOKENS = 16.0  # what one more sequence in a decode worker's batch is worth, in prompt tokens
 NO_ROOM_COST_TOKENS = 100_000.0  # a decode worker without free blocks for the prompt is the last choice
-
-PREFILL_BUSY_TOKENS = 512  # prompt tokens queued at prefill, over which an idle decode worker helps itself
 
 LocalPrefillMode = Literal["auto", "never"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
@@ -33,7 +29,6 @@ class DecodeLoad:
     worker: str
     free_tokens: int  # what fits into free and evictable blocks
     inflight: int  # attempts of this gateway placed there
-    running: int  # sequences it said are decoding
 
 
 @dataclass(frozen=True)
@@ -109,17 +104,6 @@ POLICIES: dict[PolicyName, Policy] = {
     "least_loaded": least_loaded,
     "round_robin": round_robin,
 }
-
-
-def local_prefill(pair: Pair, mode: LocalPrefillMode) -> tuple[LocalPrefill, str]:
-    """May decode compute the prompt itself, and why (the label of a metric, where there is a reason to give)?"""
-    if mode == "never":
-        return "never", ""
-    if pair.prefill is None:
-        return "always", "no_prefill"
-    if pair.decode.running == 0 and pair.prefill.queued_tokens > PREFILL_BUSY_TOKENS:
-        return "idle", "prefill_busy"
-    return "auto", ""
 
 
 def prefix_chain(token_ids: Sequence[int], cache_salt: str) -> list[bytes]:

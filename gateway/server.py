@@ -143,6 +143,7 @@ def build_app(
 
     def served(model: LoadedModel) -> ServedModel:
         name = model.identity.name
+        counts = metrics.of(name)
         dispatcher = Dispatcher(
             pool,
             name,
@@ -151,10 +152,11 @@ def build_app(
             config.local_prefill,
             config.queue_timeout_s,
             objectives=Objectives(config.ttft_slo_s, config.tpot_slo_s),
+            counts=counts,
         )
         limits = LimitsInForce(pool, name, config.max_model_lens.get(name))
         return ServedModel(
-            model.identity, model.tokenizer, model.eos_token_ids, limits, dispatcher, metrics.of(name)
+            model.identity, model.tokenizer, model.eos_token_ids, limits, dispatcher, counts
         )
 
     models = Models([served(model) for model in loaded], config.aliases)

@@ -12,13 +12,14 @@ from ..transfer.messages import (
     Finish,
     FirstTokens,
     Gone,
-    Link,
     PromptLogprobs,
     Register,
     Reserved,
     TokenLogprobs,
     WorkerHeartbeat,
 )
+from ..transfer.reports import Link, Speed
+from .elastic import AtDecode, AtPrefill
 from .pace import Pace
 from .router import DecodeLoad, Pair, PrefillLoad, PrefixIndex
 
@@ -82,6 +83,7 @@ class Leg:
     unlisted: int = 0
     sent_at: float = 0.0
     computes: int = 0  # tokens this worker has to compute before the request's first token; 0 when it has
+    streaming_since: float | None = None  # when its first token came from here
     moving: bool = False  # its owner was told to take it elsewhere, since the worker drains
 
 
@@ -92,6 +94,7 @@ class Worker:
     last_heard: float
     registered_at: float
     heartbeat: WorkerHeartbeat | None = None
+    heartbeat_at: float = 0.0
     seq: int = 0
     legs: dict[str, Leg] = field(default_factory=dict)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -147,8 +150,29 @@ class Worker:
     def computing_tokens(self) -> int:
         return sum(leg.computes for leg in self.legs.values())
 
+    def queued_tokens(self) -> int:
+        """Of prompts, still to be computed there: what it said, and what it cannot have known of then."""
+        if self.heartbeat is None:
+            return self.computing_tokens()
+        listed = set(self.heartbeat.live)
+        unheard = (leg.computes for leg in self.legs.values() if (leg.request, leg.attempt) not in listed)
+        return self.heartbeat.queued_tokens + sum(unheard)
+
+    def streams_since(self) -> float | None:
+        """When the oldest stream on it began: of ours, or of another gateway's by its last word."""
+        began = [leg.streaming_since for leg in self.legs.values() if leg.streaming_since is not None]
+        if self.heartbeat is not None and self.heartbeat.speed.streaming_s:
+            began.append(self.heartbeat_at - self.heartbeat.speed.streaming_s)
+        return min(began, default=None)
+
+    @property
+    def speed(self) -> Speed:
+        return self.heartbeat.speed if self.heartbeat is not None else Speed()
+
     def computed(self, leg: Leg, now: float) -> None:
-        """The request's first token came from here."""
+        """A token of the request came from here, maybe its first one."""
+        if leg.streaming_since is None:
+            leg.streaming_since = now
         if leg.computes:
             self.pace.computed(leg.computes, leg.sent_at, now)
             leg.computes = 0
@@ -167,8 +191,15 @@ def pair_load(decode: Worker, prefill: Worker | None) -> Pair:
     beat = decode.heartbeat
     assert beat is not None, "only ready workers are paired"
     free = beat.free_blocks * decode.register.block_size - decode.pending_tokens()
-    load = DecodeLoad(decode.id, free, len(decode.legs), beat.running)
+    load = DecodeLoad(decode.id, free, len(decode.legs))
     if prefill is None or prefill.heartbeat is None:
         return Pair(load, None)
-    queued = max(prefill.heartbeat.queued_tokens, prefill.pending_tokens())
-    return Pair(load, PrefillLoad(prefill.id, queued, len(prefill.legs)))
+    return Pair(load, PrefillLoad(prefill.id, prefill.queued_tokens(), len(prefill.legs)))
+
+
+def at_prefill(worker: Worker, missing_tokens: int) -> AtPrefill:
+    return AtPrefill(missing_tokens, worker.queued_tokens(), worker.speed)
+
+
+def at_decode(worker: Worker, missing_tokens: int) -> AtDecode:
+    return AtDecode(worker.id, missing_tokens, worker.queued_tokens(), worker.speed, worker.streams_since())

@@ -13,7 +13,8 @@ import zmq
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import ConfigError
 from ..transfer.layout import KVLayout
-from ..transfer.messages import Link, Message, Peer
+from ..transfer.messages import Message, Peer
+from ..transfer.reports import Link
 from ..transfer.sender import LinkOptions, LinkState, PeerLink
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from ..engine.block_pool import root_key
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
 from ..engine.metrics import WorkerMetrics
+from ..engine.rate import Rate
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
@@ -42,6 +43,7 @@ from ..transfer.messages import (
 from ..transfer.messages import (
     Peers as PeerList,
 )
+from ..transfer.reports import Speed
 from ..transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
 from .config import PrefillConfig
 from .peers import Peers
@@ -81,6 +83,7 @@ class PrefillWorker:
         self._pumped_at = 0.0
         self._incarnation = self._members.worker
         self._step: list[Work] = []
+        self._rate = Rate()  # of prompt tokens
         self._ready = False
         self._stopping = False
 
@@ -289,8 +292,11 @@ class PrefillWorker:
             return
         finally:
             self._step = []
-        self._metrics.step_seconds.observe(time.monotonic() - started)
-        self._metrics.computed_tokens.inc(sum(w.count for w in batch))
+        elapsed_s, num_tokens = time.monotonic() - started, sum(w.count for w in batch)
+        self._metrics.step_seconds.observe(elapsed_s)
+        self._metrics.computed_tokens.inc(num_tokens)
+        if num_tokens >= self._engine.pool.block_size:  # the few last tokens of a prompt say little about others
+            self._rate.add(num_tokens, elapsed_s)
         for work, entries in zip(batch, scores, strict=True):
             if work.prompt.state is State.COMPUTING:
                 self._scheduler.computed(work)
@@ -384,6 +390,7 @@ class PrefillWorker:
             draining=self._members.draining,
             links=self._peers.report(),
             metrics=self._metrics.snapshot(self._engine.pool, self._frames),
+            speed=Speed(prompt_tokens_per_s=self._rate.per_s or 0.0),
         )
 
     def _check_invariants(self) -> None:

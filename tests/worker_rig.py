@@ -21,7 +21,6 @@ from pdserve.transfer.channel import FrameCounts, Received, Router
 from pdserve.transfer.links import LinkMode
 from pdserve.transfer.messages import (
     GatewayHeartbeat,
-    Link,
     Message,
     Peer,
     Peers,
@@ -33,6 +32,7 @@ from pdserve.transfer.messages import (
     Tokens,
     WorkerHeartbeat,
 )
+from pdserve.transfer.reports import Link
 from pdserve.transfer.sampling_params import SamplingParams
 from tests.engine.tiny_models import build, load
 

@@ -21,19 +21,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from .fields import Address, Attempt, Choice, Count, Name, RequestId, Seconds, Text, WorkerId
 from .layout import KVLayout
+from .reports import Family, Link, Speed
 from .sampling_params import CLOSED, MAX_LOGPROBS, MAX_TOKENS_IN_REQUEST, SamplingParams, Token
 
-RequestId = Annotated[str, Field(min_length=1, max_length=64)]
-WorkerId = Annotated[str, Field(min_length=1, max_length=160, pattern=r"^[^#\s]+#[0-9a-f]{8}$")]
-Name = Annotated[str, Field(min_length=1, max_length=128)]
-Text = Annotated[str, Field(max_length=4096)]
-Address = Annotated[str, Field(max_length=512)]
-Count = Annotated[int, Field(ge=0, le=1 << 48)]
-Attempt = Annotated[int, Field(ge=1, le=1 << 20)]
-Choice = Annotated[int, Field(ge=0, le=127)]
 TokenList = Annotated[list[Token], Field(max_length=MAX_TOKENS_IN_REQUEST)]
-Seconds = Annotated[float, Field(ge=0, le=1e7)]
 Live = Annotated[list[tuple[RequestId, Attempt]], Field(max_length=1_000_000)]
 Role = Literal["prefill", "decode"]
 Finish = Literal["", "stop", "length"]
@@ -41,7 +34,7 @@ LEAST_LOGPROB = -9999.0  # stands for everything below it
 Logprob = Annotated[float, Field(ge=LEAST_LOGPROB, le=0)]
 MAX_PROMPT_LOGPROBS = 256  # in one message
 
-LocalPrefill = Literal["never", "auto", "idle", "always"]
+LocalPrefill = Literal["never", "auto", "always"]
 
 
 class Message:
@@ -111,34 +104,6 @@ class GatewayHeartbeat(Message):
 
 
 @dataclass(frozen=True, config=CLOSED)
-class Link:
-    """State of one (prefill, decode) pair as the prefill worker sees it."""
-
-    worker: WorkerId  # the decode worker
-    link: Annotated[str, Field(max_length=32)]  # "shm", "zmq", or "" while there is none
-    state: Literal["connecting", "linked", "refused"]
-    detail: Text
-    bytes_sent: Count
-
-
-@dataclass(frozen=True, config=CLOSED)
-class Sample:
-    name: Annotated[str, Field(max_length=128)]
-    labels: Annotated[dict[str, str], Field(max_length=16)]
-    value: float
-
-
-@dataclass(frozen=True, config=CLOSED)
-class Family:
-    """One Prometheus metric family as its owner counts it."""
-
-    name: Annotated[str, Field(max_length=128)]
-    type: Literal["counter", "gauge", "histogram"]
-    help: Text
-    samples: Annotated[list[Sample], Field(max_length=1024)]
-
-
-@dataclass(frozen=True, config=CLOSED)
 class WorkerHeartbeat(Message):
     """`seen_seq`: the newest GatewayHeartbeat this worker had taken in when it listed `live`."""
 
@@ -153,6 +118,7 @@ class WorkerHeartbeat(Message):
     draining: bool  # takes nothing new; leaves when what it has is finished or has been taken elsewhere
     links: Annotated[list[Link], Field(max_length=4096)]
     metrics: Annotated[list[Family], Field(max_length=256)]
+    speed: Speed = Field(default_factory=Speed)
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -176,9 +142,8 @@ class Reserve(Message):
     length is n. A request with output is resumed: every choice goes on from its tokens. If just one choice is left,
     prefill may compute its prompt + output; else decode recomputes them.
 
-    `prefill` is the worker bound to this attempt ("" when decode shall compute the prompt itself).
-    `local_prefill`: may decode compute the missing tokens itself? never; auto: when few are missing;
-    idle: also when decode has nothing else to do; always: there is no one else.
+    `prefill` is the worker bound to this attempt ("" when there is none).
+    `local_prefill`: does decode compute the missing tokens itself? never; auto: if few are missing; always.
     `age_s`: how long ago the gateway first saw the request; decode ranks by it, so a retry keeps its place.
     """
 
@@ -190,7 +155,7 @@ class Reserve(Message):
     params: SamplingParams
     prefill: Annotated[str, Field(max_length=160)]
     local_prefill: LocalPrefill
-    local_reason: Annotated[str, Field(max_length=64)]  # why, when "idle" or "always": label of a metric
+    local_reason: Annotated[str, Field(max_length=64)]  # why, when "always": label of a metric
     cache_salt: Annotated[str, Field(max_length=256)]
     priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
     age_s: Seconds = 0.0

@@ -31,7 +31,6 @@ from .messages import (
     Handoff,
     Hello,
     HelloDenied,
-    Link,
     Message,
     Peer,
     PeerHeartbeat,
@@ -40,6 +39,7 @@ from .messages import (
     TokenLogprobs,
     Welcome,
 )
+from .reports import Link
 from .ring import DEFAULT_RING_BYTES, RingWriter
 from .slab import KVStore, checksum
 

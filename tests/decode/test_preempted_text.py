@@ -6,6 +6,7 @@ from pdserve.decode.metrics import DecodeMetrics
 from pdserve.decode.preemption import SwapSpace
 from pdserve.decode.scheduler import DecodeLimits, Plan, Scheduler
 from pdserve.decode.sequence import Sequence, State
+from pdserve.decode.speed import ChunkLimits, Speeds
 from pdserve.decode.stepper import Stepper
 from pdserve.engine.block_pool import BlockPool, root_key
 from pdserve.engine.grammar import Grammars
@@ -42,7 +43,8 @@ class Decoder:
         self.engine = engine
         limits = DecodeLimits(preemption=preemption)
         self.scheduler = Scheduler(engine.pool, limits, lambda salt: root_key("m", salt), frozenset(), swap)
-        self.stepper = Stepper(engine, swap, DecodeMetrics(), lambda: None, Grammars(None))
+        speeds = Speeds(ChunkLimits(256, BLOCK_SIZE))
+        self.stepper = Stepper(engine, swap, DecodeMetrics(), lambda: None, Grammars(None), speeds)
         self.every = every
         self.text: dict[tuple[str, int], list[int]] = {}
         self.swaps = self.recomputes = 0
@@ -72,7 +74,7 @@ class Decoder:
             self.engine.pool.release([block])
 
     def turn(self) -> None:
-        plan = self.scheduler.plan(0.0, lambda busy: 7)
+        plan = self.scheduler.plan(0.0, lambda running, expecting: 7)
         for sequence in plan.admitted:
             sequence.announced = True
         self.stepper.move_swapped(plan)

@@ -20,12 +20,10 @@ from pdserve.transfer.messages import (
     Cancel,
     Drain,
     Failed,
-    Family,
     FirstTokens,
     GatewayHeartbeat,
     Gone,
     Leaving,
-    Link,
     Message,
     Peers,
     Prefill,
@@ -35,11 +33,11 @@ from pdserve.transfer.messages import (
     RegistrationDenied,
     Reserve,
     Reserved,
-    Sample,
     TokenLogprobs,
     Tokens,
     WorkerHeartbeat,
 )
+from pdserve.transfer.reports import Family, Link, Sample
 
 FINGERPRINT = "f" * 64
 MODEL = "m"

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.engine.lifetime import Event, Lifetime
 from pdserve.gateway.metrics import GatewayMetrics, Outcome, Report, outcome_of, printable
 from pdserve.transfer.channel import FrameCounts
-from pdserve.transfer.messages import Family, Sample
+from pdserve.transfer.reports import Family, Sample
 from tests.gateway.fake_worker import counter
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -7,22 +7,20 @@ from hypothesis import strategies as st
 
 from pdserve.gateway.router import (
     POLICIES,
-    PREFILL_BUSY_TOKENS,
     PREFIX_BLOCK_TOKENS,
     Ask,
     DecodeLoad,
     Pair,
     PrefillLoad,
     PrefixIndex,
-    local_prefill,
     prefix_aware,
     prefix_chain,
     round_robin,
 )
 
 
-def decode(name: str, free: int = 10_000, inflight: int = 0, running: int = 0) -> DecodeLoad:
-    return DecodeLoad(name, free, inflight, running)
+def decode(name: str, free: int = 10_000, inflight: int = 0) -> DecodeLoad:
+    return DecodeLoad(name, free, inflight)
 
 
 def prefill(name: str, queued: int = 0, inflight: int = 0) -> PrefillLoad:
@@ -70,15 +68,6 @@ def test_prefix_aware_gives_a_cached_prefix_up_for_a_much_shorter_queue():
 def test_prefix_aware_avoids_a_decode_worker_without_room_for_the_prompt():
     pairs = grid([decode("full", free=100), decode("roomy", inflight=20)], [prefill("p0")])
     assert prefix_aware(pairs, Ask(1000, 0)).decode.worker == "roomy"
-
-
-def test_decode_computes_prompts_itself_only_for_the_reasons_given():
-    idle, busy = decode("d"), decode("d", running=1)
-    assert local_prefill(Pair(idle, None), "auto") == ("always", "no_prefill")
-    assert local_prefill(Pair(idle, prefill("p", queued=PREFILL_BUSY_TOKENS + 1)), "auto") == ("idle", "prefill_busy")
-    assert local_prefill(Pair(busy, prefill("p", queued=PREFILL_BUSY_TOKENS + 1)), "auto") == ("auto", "")
-    assert local_prefill(Pair(idle, prefill("p")), "auto") == ("auto", "")
-    assert local_prefill(Pair(idle, prefill("p", queued=10_000)), "never") == ("never", "")
 
 
 tokens = st.lists(st.integers(0, 50_000), max_size=400)

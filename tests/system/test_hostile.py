@@ -20,25 +20,23 @@ from pdserve.transfer.messages import (
     Cancel,
     Credit,
     Failed,
-    Family,
     FirstTokens,
     GatewayHeartbeat,
     Gone,
     Handoff,
     Hello,
     Leaving,
-    Link,
     Peer,
     Peers,
     Prefill,
     Registered,
     Reserved,
     RingSpan,
-    Sample,
     Slab,
     Tokens,
     WorkerHeartbeat,
 )
+from pdserve.transfer.reports import Family, Link, Sample
 from pdserve.transfer.sampling_params import SamplingParams
 from pdserve.transfer.slab import checksum
 from tests.system.client import Refused
