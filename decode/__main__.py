@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 
+from ..engine.budget import WorstStep
 from ..engine.config import exit_with_parent, handle_termination, pin_to_cpu, run_main, setup_logging
 from ..engine.setup import build_engine
 from .config import parse_arguments
@@ -16,7 +17,9 @@ def main() -> None:
     exit_with_parent(args.exit_with_parent)
     setup_logging(args.log_level, args.log_json)
     pin_to_cpu(config.worker.cpu)
-    worker = DecodeWorker(config, build_engine(config.worker.engine), socket.gethostname())
+    worst = WorstStep(config.worker.chunk_tokens, config.max_sequences)
+    engine = build_engine(config.worker.engine, worst, config.cuda_graphs)
+    worker = DecodeWorker(config, engine, socket.gethostname())
     handle_termination(worker.drain, worker.stop)
     worker.run()
 

@@ -8,6 +8,7 @@ of blocks is never a victim, so something always progresses; and a request that 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -312,14 +313,16 @@ class Scheduler:
         """The prompt's KV is complete: one sequence per choice, sharing its blocks.
 
         Returns those still wanted, and the (source, target) blocks to copy. A choice whose partial block
-        does not fit goes to WAITING and comes back like a preempted one.
+        does not fit, or for whom no row of a step is left, goes to WAITING and comes back like a preempted one.
         """
         family, copies = [sequence], []
+        room = self._limits.max_sequences - len(self.in_state(*HOLDING))
         for choice in range(1, sequence.num_choices):
-            try:
-                table, copy = sequence.table.fork()
-            except OutOfBlocks:
-                table, copy = sequence.table.sibling(), None
+            table, copy = sequence.table.sibling(), None
+            if room > 0 and choice not in sequence.unwanted:
+                with suppress(OutOfBlocks):
+                    table, copy = sequence.table.fork()
+                    room -= 1
             twin = Sequence(
                 sequence.request, sequence.attempt, choice, sequence.prompt, list(sequence.output), sequence.params,
                 (*sequence.rank[:2], choice), table, prefill=sequence.prefill, announced=True, scored=sequence.scored,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..engine.grammar import Grammars, Row
-from ..engine.graphs import Capture, DecodeGraphs, capture_decode_steps
+from ..engine.graphs import DecodeGraphs
 from ..engine.logprobs import prompt_targets, sampled_logprobs, score_prompts
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
@@ -49,11 +49,9 @@ class Stepper:
     def _on_layer(self, layer: int) -> None:
         self._between_layers()
 
-    def warm_up(self, max_rows: int, capture: Capture | None) -> None:
-        """Decode one token for real, and capture decode steps of up to `max_rows` sequences where that is wanted."""
-        self._runner.warm_up(self._engine.pool)
-        if capture is not None:
-            self._graphs = capture_decode_steps(self._runner, self._engine.pool, max_rows, capture)
+    def warm_up(self) -> None:
+        """Decode one token for real, and prepare whatever steps need. Raises ConfigError."""
+        self._graphs = self._engine.warm_up(self._runner)
 
     def move_swapped(self, plan: Plan) -> None:
         """Copy preempted sequences out and returning ones in, before anything else is written."""

@@ -17,7 +17,6 @@ import zmq
 
 from ..engine.block_pool import root_key
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull
-from ..engine.graphs import capture_for
 from ..engine.logprobs import prompt_messages
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
@@ -64,7 +63,6 @@ class DecodeWorker:
 
     def __init__(self, config: DecodeConfig, engine: Engine, host: str) -> None:
         self._config = config
-        self._capture = capture_for(engine.cache.device, config.cuda_graphs)
         self._host = host
         self._engine = engine
         self._layout = engine.model.layout
@@ -119,7 +117,7 @@ class DecodeWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
-        self._stepper.warm_up(self._config.max_sequences, self._capture)
+        self._stepper.warm_up()
         self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels import cache_ops
 from ..transfer.errors import ConfigError
 from ..transfer.layout import KVLayout
-from .memory import available_memory_bytes
+from .memory import available_memory_bytes, readable
 
 DEFAULT_LIMIT_BYTES = 2 * 1024**3
 DEFAULT_SHARE = 0.15
@@ -103,35 +103,35 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _readable(size_bytes: int) -> str:
-    return f"{size_bytes / 1024**3:.2f} GiB" if size_bytes >= 1024**3 else f"{size_bytes / 1024**2:.1f} MiB"
-
-
 def plan_num_blocks(
     layout: KVLayout,
     block_size: int,
     kv_blocks: int | None,
     kv_memory_bytes: int | None,
     device: str | torch.device,
+    room_bytes: int | None = None,
 ) -> int:
-    """How many blocks the cache gets: as asked, or the lesser of 2 GiB and 15 % of what is available.
+    """How many blocks the cache gets: as asked; else all of `room_bytes` where that is known (`budget.py`); else the
+    lesser of 2 GiB and 15 % of what is available.
 
     Raises ConfigError when that is more than the device, or this process's cgroup, has left.
     """
     if kv_blocks is not None and kv_memory_bytes is not None:
         raise ConfigError("give --kv-blocks or --kv-memory, not both")
-    available_bytes = available_memory_bytes(torch.device(device))
+    available_bytes = available_memory_bytes(torch.device(device)) if room_bytes is None else room_bytes
     block_bytes = layout.bytes_per_token * block_size
     if kv_blocks is not None:
         num_blocks, asked = kv_blocks, f"--kv-blocks {kv_blocks}"
     elif kv_memory_bytes is not None:
         num_blocks, asked = kv_memory_bytes // block_bytes, "--kv-memory"
+    elif room_bytes is not None:
+        num_blocks, asked = room_bytes // block_bytes - 1, "the memory left"  # one is the spare block
     else:
         num_blocks, asked = int(min(DEFAULT_LIMIT_BYTES, available_bytes * DEFAULT_SHARE)) // block_bytes, "the default"
     if num_blocks < 1:
-        raise ConfigError(f"{asked} leaves no room for a single KV block of {_readable(block_bytes)}")
+        raise ConfigError(f"{asked} leaves no room for a single KV block of {readable(block_bytes)}")
     if num_blocks * block_bytes > available_bytes:
         raise ConfigError(
-            f"{asked} needs {_readable(num_blocks * block_bytes)} for KV, but {_readable(available_bytes)} is available"
+            f"{asked} needs {readable(num_blocks * block_bytes)} for KV, but {readable(available_bytes)} is available"
         )
     return num_blocks

@@ -2,9 +2,66 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Protocol
 
 import torch
+
+
+class DeviceMemory(Protocol):
+    """What the memory of a GPU is asked: the device as a whole, and this process's allocator on it."""
+
+    def total_bytes(self) -> int: ...
+
+    def free_bytes(self) -> int:
+        """Of the device, whoever took the rest."""
+        ...
+
+    def reserved_bytes(self) -> int:
+        """What this process's allocator holds of it."""
+        ...
+
+    def start_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        """The most that the allocator held since `start_peak`."""
+        ...
+
+    def release_unused(self) -> None:
+        """Have the allocator give back what nobody uses."""
+        ...
+
+
+class CudaMemory:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def start_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+    def release_unused(self) -> None:
+        gc.collect()  # tensors in circles of references would count as used
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+def readable(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.2f} GiB" if size_bytes >= 1024**3 else f"{size_bytes / 1024**2:.1f} MiB"
 
 
 def available_memory_bytes(device: torch.device) -> int:

@@ -11,10 +11,14 @@ import torch
 
 from ..transfer.errors import ConfigError
 from .block_pool import BlockPool
+from .budget import WorstStep, kv_room_bytes, measure_need, prove
 from .checkpoint import fingerprint, resolve, served_name
 from .grammar import TokenizerSource
+from .graphs import Capture, DecodeGraphs, GraphMode, capture_decode_steps, capture_for
 from .kv_cache import KVCache, parse_size, plan_num_blocks
+from .memory import CudaMemory
 from .model import LoadedModel, load_model
+from .runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ class EngineConfig:
     prefix_caching: bool = True
     trust_remote_code: bool = False
     fused_modules: bool = True
+    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,30 @@ class Engine:
     cache: KVCache
     pool: BlockPool
     tokenizer: TokenizerSource | None = None  # for grammars; without one they are refused
+    worst: WorstStep | None = None  # on a GPU: what must fit at any time
+    capture: Capture | None = None  # on a GPU, unless it is not wanted: how decode steps are captured
+
+    def warm_up(self, runner: Runner) -> DecodeGraphs | None:
+        """Decode a token for real, capture decode steps, and see that the largest step fits. Raises ConfigError."""
+        runner.warm_up(self.pool)
+        if self.worst is None:
+            return None
+        graphs = None
+        if self.capture is not None:
+            graphs = capture_decode_steps(runner, self.pool, self.worst.max_rows, self.capture)
+        prove(runner, self.worst)
+        return graphs
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="directory, .gguf file, hub id, or `demo`")
     parser.add_argument("--served-model-name", help="name in the API (default: the directory's name, or `demo`)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default=EngineConfig.dtype)
-    parser.add_argument("--device", default=EngineConfig.device)
+    parser.add_argument("--device", default=EngineConfig.device, help="cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=EngineConfig.gpu_memory_utilization, metavar="SHARE",
+        help="of the GPU's memory, for weights, KV and all else of this worker",
+    )  # fmt: skip
     parser.add_argument("--block-size", type=int, default=EngineConfig.block_size, help="tokens per KV block")
     parser.add_argument("--kv-blocks", type=int, help="KV blocks in the pool")
     parser.add_argument("--kv-memory", help="memory for the KV pool, such as 512M or 2G; instead of --kv-blocks")
@@ -66,6 +88,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     for flag, value in (("--kv-blocks", args.kv_blocks), ("--max-model-len", args.max_model_len)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} is not a positive number")
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization {args.gpu_memory_utilization:g} is not above 0 and at most 1")
     return EngineConfig(
         model=args.model,
         served_model_name=args.served_model_name or served_name(args.model),
@@ -78,10 +102,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefix_caching=not args.no_prefix_caching,
         trust_remote_code=args.trust_remote_code,
         fused_modules=not args.no_fused_modules,
+        gpu_memory_utilization=args.gpu_memory_utilization,
     )
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(config: EngineConfig, worst: WorstStep, graphs: GraphMode) -> Engine:
     """Load the model and set its KV pool up. Raises ConfigError for whatever cannot work."""
     if config.device == "cpu":
         torch.set_num_threads(1)  # one pinned thread per worker: OpenMP barriers across busy cores cost milliseconds
@@ -95,11 +120,29 @@ def build_engine(config: EngineConfig) -> Engine:
         trust_remote_code=config.trust_remote_code,
         fused_modules=config.fused_modules,
     )
+    source = TokenizerSource(path, model.vocab_size, model.eos_token_ids, config.trust_remote_code)
+    return engine_of(model, config, worst, graphs, source)
+
+
+def engine_of(
+    model: LoadedModel, config: EngineConfig, worst: WorstStep, graphs: GraphMode, source: TokenizerSource | None = None
+) -> Engine:
+    """A KV pool for a model that is loaded already. Raises ConfigError where there is no room for it."""
+    device = model.module.device
+    room, capture, on_gpu = None, None, device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)  # where kernels are launched that are not told
+        memory, capture = CudaMemory(device), capture_for(device, graphs)
+        room = kv_room_bytes(
+            memory,
+            config.gpu_memory_utilization,
+            measure_need(model, config.block_size, worst, memory, capture),
+        )
     num_blocks = plan_num_blocks(
-        model.layout, config.block_size, config.kv_blocks, config.kv_memory_bytes, config.device
+        model.layout, config.block_size, config.kv_blocks, config.kv_memory_bytes, device, room
     )
     pool = BlockPool(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-    cache = KVCache(model.layout, num_blocks, config.block_size, config.device)
+    cache = KVCache(model.layout, num_blocks, config.block_size, device)
     log.info(
         "loaded %s: %d layers, %d KV blocks of %d tokens (%.0f MB), context %d",
         config.served_model_name,
@@ -109,5 +152,4 @@ def build_engine(config: EngineConfig) -> Engine:
         num_blocks * config.block_size * model.layout.bytes_per_token / 1e6,
         model.max_model_len,
     )
-    source = TokenizerSource(path, model.vocab_size, model.eos_token_ids, config.trust_remote_code)
-    return Engine(model, cache, pool, source)
+    return Engine(model, cache, pool, source, worst if on_gpu else None, capture)

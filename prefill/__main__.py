@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import sys
 
+from ..engine.budget import WorstStep
 from ..engine.config import exit_with_parent, handle_termination, pin_to_cpu, run_main, setup_logging
 from ..engine.setup import build_engine
 from .config import parse_arguments
+from .scheduler import PrefillLimits
 from .worker import PrefillWorker
 
 
@@ -16,7 +18,9 @@ def main() -> None:
     exit_with_parent(args.exit_with_parent)
     setup_logging(args.log_level, args.log_json)
     pin_to_cpu(config.worker.cpu)
-    worker = PrefillWorker(config, build_engine(config.worker.engine), socket.gethostname())
+    worst = WorstStep(config.worker.chunk_tokens, PrefillLimits.max_computing)
+    engine = build_engine(config.worker.engine, worst, "never")  # slabs leave between the layers of a step
+    worker = PrefillWorker(config, engine, socket.gethostname())
     handle_termination(worker.drain, worker.stop)
     worker.run()
 

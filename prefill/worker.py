@@ -102,7 +102,7 @@ class PrefillWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
-        self._runner.warm_up(self._engine.pool)
+        self._engine.warm_up(self._runner)
         self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:

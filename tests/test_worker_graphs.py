@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdserve.decode import worker as worker_module
+from pdserve.engine.budget import WorstStep
 from pdserve.engine.graphs import DecodeGraphs, call_again
 from tests.engine.tiny_models import build, prompts, reference
 from tests.test_worker_pair import dispatch, settle
-from tests.worker_rig import Rig, reserve_message
+from tests.worker_rig import Rig, engine, reserve_message
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["from prefill", "aggregated"])
@@ -23,9 +24,9 @@ def test_replayed_steps_give_the_text_of_generate(local: bool, tmp_path: Path, m
         return run(self, chunks)
 
     monkeypatch.setattr(DecodeGraphs, "run", counting)
-    monkeypatch.setattr(worker_module, "capture_for", lambda device, mode: call_again)
     several = prompts([50, 3, 33, 21])
     rig = Rig(tmp_path)
+    rig.engine = lambda *size: replace(engine(*size), worst=WorstStep(16, 3), capture=call_again)
     try:
         if local:
             decode = rig.start_decode(max_sequences=3)

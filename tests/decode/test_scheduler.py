@@ -252,6 +252,20 @@ def test_choices_that_do_not_fit_come_back_like_preempted_ones() -> None:
     assert pool.counts.held == 0
 
 
+def test_a_step_never_has_more_rows_than_max_sequences_however_many_choices() -> None:
+    scheduler, pool = make(num_blocks=64, max_sequences=3)
+    rig = Rig(scheduler)
+    for name in ("a", "b"):
+        choices = {"outputs": [[]] * 4, "finished": [False] * 4}
+        scheduler.add(reserve(name, [1, 2, 3, 4, 5, 6], max_tokens=6, **choices), rig.now)
+    rows = [len(rig.turn().batch) for _ in range(200)]
+    assert max(rows) == 3
+    assert {key: rig.out[key] for key in rig.ended} == {
+        (name, choice): expected([1, 2, 3, 4, 5, 6], 6, choice) for name in ("a", "b") for choice in range(4)
+    }
+    assert pool.counts.held == 0
+
+
 def test_a_choice_cancelled_before_the_split_never_runs() -> None:
     scheduler, pool = make()
     rig = Rig(scheduler)
