@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .attention_cpu import Workspace, attend_decode_on_cpu, attend_on_cpu
+from .attention_plan import GpuPlan, default_num_splits, plan_fixed, plan_step
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,33 @@ class AttentionBatch:
     block_tables: Tensor  # [num_seqs, max_blocks] int64, padded with 0
     block_size: int
     workspace: Workspace = field(default_factory=Workspace, init=False)  # what the layers of this step share
+    plans: dict[int, GpuPlan] = field(default_factory=dict, init=False)  # the same, on a GPU, by number of KV heads
+
+    def plan(self, kv_heads: int) -> GpuPlan:
+        if kv_heads not in self.plans:
+            num_splits = default_num_splits(self.block_tables.device, kv_heads)
+            self.plans[kv_heads] = plan_step(self.query_lens, self.context_lens, self.block_tables, num_splits)
+        return self.plans[kv_heads]
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One new token of every sequence, in tensors alone: a launch that is captured once runs again on new contents."""
+    """One new token of every sequence, in tensors alone: a launch that is captured once runs again on new contents.
+
+    What a step's first layer prepares on a GPU must be captured too: capture with a batch that was not used before.
+    """
 
     slots: Tensor  # [rows] int64, where each row's KV is written
     context_lens: Tensor  # [rows] int64, at least 1: tokens of each row after this step
     block_tables: Tensor  # [rows, max_blocks] int64 contiguous; behind a row's last block anything may stand
     block_size: int
+    plans: dict[int, GpuPlan] = field(default_factory=dict, init=False)  # on a GPU, by number of KV heads
+
+    def plan(self, kv_heads: int) -> GpuPlan:
+        if kv_heads not in self.plans:
+            num_splits = default_num_splits(self.block_tables.device, kv_heads)
+            self.plans[kv_heads] = plan_fixed(self.context_lens, self.block_tables, self.block_size, num_splits)
+        return self.plans[kv_heads]
 
 
 def paged_attention(
@@ -50,6 +68,11 @@ def paged_attention(
     Memory of a block beyond the sequence's last token may hold anything, NaN included. The result of a sequence
     does not depend on the others in the batch, nor on where its blocks lie.
     """
+    if q.device.type == "cuda":
+        from .attention_triton import attend_on_gpu  # not installed, and not wanted, where there is no GPU
+
+        plan = batch.plan(k_cache.shape[2])
+        return attend_on_gpu(q, k_cache, v_cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return attend_on_cpu(
         q,
         k_cache,
@@ -77,6 +100,11 @@ def decode_attention(
     sinks: Tensor | None,  # [heads]
 ) -> Tensor:  # [rows, heads, v_head_dim]
     """The contract of `paged_attention` for a batch whose every row is one token, read from tensors only."""
+    if q.device.type == "cuda":
+        from .attention_triton import attend_on_gpu
+
+        plan = batch.plan(k_cache.shape[2])
+        return attend_on_gpu(q, k_cache, v_cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return attend_decode_on_cpu(
         q,
         k_cache,
