@@ -50,12 +50,12 @@ class NativeLinear(nn.Linear):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in three calls of C around its attention. `original` still owns the weights."""
+    """A decoder layer in three calls of C around its attention. `original` still owns its float32 weights."""
 
     def __init__(self, original: nn.Module, layer: DecoderLayer, attention: AttentionCall, own_mlp: bool) -> None:
         super().__init__()
         self.original = original
-        self._layer = layer
+        self.layer = layer
         self._attention = attention  # what the original asks for, but for q, k and v
         self._own_mlp = own_mlp
         self._config: Any = original.get_submodule("self_attn").config
@@ -67,17 +67,26 @@ class FusedLayer(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
 
+    def take(self, layer: DecoderLayer) -> None:
+        """Compute with other weights from now on; the original lets go of its own that are not needed any more."""
+        self.layer = layer
+        for part in ("self_attn",) if self._own_mlp else ("self_attn", "mlp"):
+            parent = self.original.get_submodule(part)
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, nn.Identity())  # nobody calls it
+
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         hidden = hidden_states[0].contiguous()  # [num_tokens, hidden]
         cos, sin = (part[0].contiguous() for part in position_embeddings)
-        q, k, v = self._layer.attention_inputs(hidden, cos, sin)
+        q, k, v = self.layer.attention_inputs(hidden, cos, sin)
         known = self._attention
         call = AttentionCall(q, k, v, known.scale, known.window, known.softcap, known.sinks)
-        total, normed = self._layer.attention_outputs(attend(self._config, call).contiguous(), hidden)
+        total, normed = self.layer.attention_outputs(attend(self._config, call).contiguous(), hidden)
         if self._own_mlp:
             mixed: Tensor = self.original.get_submodule("mlp")(normed[None])
             return total[None] + mixed
-        self._layer.add_mlp(normed, total)
+        self.layer.add_mlp(normed, total)
         return total[None]
 
 
@@ -155,7 +164,7 @@ def _recognise(layer: nn.Module, call: AttentionCall) -> LayerWeights | None:
     before, after = _norm(parts["input_layernorm"]), _norm(parts["post_attention_layernorm"])
     if q is None or k is None or v is None or o is None or before is None or after is None or None in norms.values():
         return None
-    rows = [len(q.weight), len(k.weight), len(v.weight), o.weight.shape[1]]
+    rows = [q.shape[0], k.shape[0], v.shape[0], o.shape[1]]
     if rows != [heads * head_dim, kv_rows, kv_rows, heads * head_dim]:
         return None
     mlp = _gated_mlp(parts["mlp"])
@@ -170,11 +179,10 @@ def _projection(module: nn.Module) -> Projection | None:
 
 def _split(module: nn.Module, rows: list[int]) -> list[Projection] | list[None]:
     """One projection as several, which stay views of it."""
-    whole = _projection(module)
-    if whole is None or len(whole.weight) != sum(rows):
+    if type(module) is not nn.Linear or not module.weight.is_contiguous() or len(module.weight) != sum(rows):
         return [None] * len(rows)
-    biases = [None] * len(rows) if whole.bias is None else torch.split(whole.bias, rows)
-    return [Projection(weight, bias) for weight, bias in zip(torch.split(whole.weight, rows), biases, strict=True)]
+    biases = [None] * len(rows) if module.bias is None else torch.split(module.bias, rows)
+    return [Projection(weight, bias) for weight, bias in zip(torch.split(module.weight, rows), biases, strict=True)]
 
 
 def _norm(module: nn.Module) -> Norm | None:

@@ -18,12 +18,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from ..kernels.quantized import Quantization
 from ..transfer.errors import CheckpointError, ConfigError, UnsupportedModel
 from ..transfer.layout import KVLayout
 from .fused import fuse
 from .kv_cache import TORCH_DTYPES
 from .model_directory import read_json, tensor_names, weight_files
 from .probe import probe_layers
+from .quantized import quantize_linears, require_quantizable
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ def load_model(
     max_model_len: int | None,
     trust_remote_code: bool,
     fused_modules: bool = True,
+    quantization: Quantization | None = None,
 ) -> LoadedModel:
     """Load the Hugging Face directory at `path` for inference.
 
@@ -62,6 +65,7 @@ def load_model(
     torch_device = _parse_device(device)
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(TORCH_DTYPES)}")
+    require_quantizable(quantization, torch_device, dtype)
     config = _load_config(path, trust_remote_code)
     require_decoder_only(config)
     limit = resolve_max_model_len(config.get_text_config(), max_model_len)
@@ -71,22 +75,32 @@ def load_model(
     torch.nn.Module.to(module, torch_device)
     module.train(False)
     module.requires_grad_(False)
-    return describe(module, fingerprint=fingerprint, max_model_len=limit, fused_modules=fused_modules)
+    return describe(
+        module, fingerprint=fingerprint, max_model_len=limit, fused_modules=fused_modules, quantization=quantization
+    )
 
 
 def describe(
-    module: PreTrainedModel, *, fingerprint: str, max_model_len: int, fused_modules: bool = True
+    module: PreTrainedModel,
+    *,
+    fingerprint: str,
+    max_model_len: int,
+    fused_modules: bool = True,
+    quantization: Quantization | None = None,
 ) -> LoadedModel:
-    """Probe a module that is in memory, then let the kernels in C do what they can of it. Raises UnsupportedModel."""
+    """Probe a module that is in memory, then let the kernels in C do what they can of it; in float32 on the CPU, and
+    checked as such, it may be quantised after that. Raises UnsupportedModel."""
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise UnsupportedModel(f"{type(module).__name__}: its forward has no logits_to_keep")
     layers, vocab_size = probe_layers(module)
     if fused_modules:
         fuse(module, max_model_len)
+    if quantization is not None:
+        quantize_linears(module, quantization)
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == module.dtype)
     return LoadedModel(
         module=module,
-        layout=KVLayout(fingerprint=fingerprint, dtype=dtype, layers=layers),
+        layout=KVLayout(fingerprint, dtype, layers, quantization or "none"),
         eos_token_ids=_eos_token_ids(module),
         vocab_size=vocab_size,
         max_model_len=max_model_len,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.quantized import QUANTIZATIONS, Quantization
 from ..transfer.errors import ConfigError
 from .block_pool import BlockPool
 from .budget import WorstStep, kv_room_bytes, measure_need, prove
@@ -38,6 +39,7 @@ class EngineConfig:
     prefix_caching: bool = True
     trust_remote_code: bool = False
     fused_modules: bool = True
+    quantization: Quantization | None = None
     gpu_memory_utilization: float = 0.9
 
 
@@ -79,6 +81,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-fused-modules", action="store_true", help="run the model's own modules instead of our kernels in C"
     )
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="weights in int8 (per output) or int4 (per 32); CPU, float32"
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -102,6 +107,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefix_caching=not args.no_prefix_caching,
         trust_remote_code=args.trust_remote_code,
         fused_modules=not args.no_fused_modules,
+        quantization=args.quantization,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
 
@@ -119,6 +125,7 @@ def build_engine(config: EngineConfig, worst: WorstStep, graphs: GraphMode) -> E
         max_model_len=config.max_model_len,
         trust_remote_code=config.trust_remote_code,
         fused_modules=config.fused_modules,
+        quantization=config.quantization,
     )
     source = TokenizerSource(path, model.vocab_size, model.eos_token_ids, config.trust_remote_code)
     return engine_of(model, config, worst, graphs, source)

@@ -76,6 +76,7 @@ class UpConfig:
     itl_slo_ms: float | None = None
     no_prefix_caching: bool = False
     no_fused_modules: bool = False
+    quantization: str | None = None
     check_invariants: bool = False
     trust_remote_code: bool = False
     debug_endpoints: bool = False
@@ -122,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--prefill-kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each prefill worker")
     memory.add_argument("--no-prefix-caching", action="store_true")
     memory.add_argument("--no-fused-modules", action="store_true", help="the model's own modules, not our kernels in C")
+    memory.add_argument("--quantization", choices=("int8", "int4"), help="weights in fewer bits (CPU, float32)")
     add_per_model(memory, "--chat-template", "FILE", "instead of the model's own")
     add_style_arguments(memory)
     memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -265,6 +267,7 @@ def child_specs(
         chunk_tokens=config.chunk_tokens,
         no_prefix_caching=config.no_prefix_caching,
         no_fused_modules=config.no_fused_modules,
+        quantization=config.quantization,
         check_invariants=config.check_invariants,
     )
     prefill = worker + _flags(

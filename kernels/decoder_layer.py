@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .quantized import CProjection, PackedWeight, scratch_bytes
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -19,8 +21,19 @@ class Norm:
 
 @dataclass(frozen=True)
 class Projection:
-    weight: Tensor  # [out, in]
+    weight: Tensor | PackedWeight  # [out, in]
     bias: Tensor | None  # [out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outs, k = self.weight.shape
+        return outs, k
+
+    def for_c(self) -> CProjection:
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.projection(_address(self.bias))
+        outs, k = self.shape
+        return CProjection(bits=32, outs=outs, k=k, data=_address(self.weight), bias=_address(self.bias))
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """float32, on the CPU, contiguous: the model's own tensors, which must outlive their use here."""
+    """float32, on the CPU, contiguous: the model's own tensors, which must outlive their use here; or packed."""
 
     head_dim: int
     input_norm: Norm
@@ -47,6 +60,11 @@ class LayerWeights:
     post_norm: Norm
     mlp: GatedMLP | None  # None: the caller has another kind
 
+    @property
+    def projections(self) -> dict[str, Projection]:
+        own = {} if self.mlp is None else {"gate": self.mlp.gate, "up": self.mlp.up, "down": self.mlp.down}
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o, **own}
+
 
 class _CLayer(ctypes.Structure):
     """`Layer` of native/layer.c."""
@@ -56,8 +74,7 @@ class _CLayer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_norm_size", "k_norm_size")),
         *((name, ctypes.c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias")),
-        *((name, ctypes.c_void_p) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        *((name, CProjection) for name in ("q", "k", "v", "o", "gate", "up", "down")),
     )
 
 
@@ -72,11 +89,11 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _c_layer(weights: LayerWeights) -> _CLayer:
     layer = _CLayer(
-        hidden=weights.q.weight.shape[1],
-        heads=len(weights.q.weight) // weights.head_dim,
-        kv_heads=len(weights.k.weight) // weights.head_dim,
+        hidden=weights.q.shape[1],
+        heads=weights.q.shape[0] // weights.head_dim,
+        kv_heads=weights.k.shape[0] // weights.head_dim,
         head_dim=weights.head_dim,
-        inner=0 if weights.mlp is None else len(weights.mlp.gate.weight),
+        inner=0 if weights.mlp is None else weights.mlp.gate.shape[0],
     )
     for name, norm in (
         ("input", weights.input_norm), ("post", weights.post_norm), ("q", weights.q_norm), ("k", weights.k_norm)
@@ -86,12 +103,8 @@ def _c_layer(weights: LayerWeights) -> _CLayer:
             setattr(layer, f"{name}_eps", norm.eps)
     layer.q_norm_size = 0 if weights.q_norm is None else weights.q_norm.weight.numel()
     layer.k_norm_size = 0 if weights.k_norm is None else weights.k_norm.weight.numel()
-    projections = {"q": weights.q, "k": weights.k, "v": weights.v, "o": weights.o}
-    if weights.mlp is not None:
-        projections |= {"gate": weights.mlp.gate, "up": weights.mlp.up, "down": weights.mlp.down}
-    for name, projection in projections.items():
-        setattr(layer, name, _address(projection.weight))
-        setattr(layer, f"{name}_bias", _address(projection.bias))
+    for name, projection in weights.projections.items():
+        setattr(layer, name, projection.for_c())
     return layer
 
 
@@ -99,12 +112,18 @@ class DecoderLayer:
     """One layer, ready to be called. A row's bits do not depend on the other rows."""
 
     def __init__(self, weights: LayerWeights, library: ctypes.CDLL) -> None:
-        self._weights = weights
+        self.weights = weights
         self._library = library
         self._layer = _c_layer(weights)
         self._pointer = ctypes.addressof(self._layer)
         self._heads, self._kv_heads, self._hidden = self._layer.heads, self._layer.kv_heads, self._layer.hidden
         self._inner = self._layer.inner
+        quantized = [part.shape[1] for part in weights.projections.values() if isinstance(part.weight, PackedWeight)]
+        self._most_inputs = max(quantized, default=0)  # of a quantised weight
+
+    def _bytes(self, rows: int) -> Tensor | None:
+        """Room for quantised rows, where there are quantised weights."""
+        return torch.empty(scratch_bytes(rows, self._most_inputs), dtype=torch.uint8) if self._most_inputs else None
 
     def attention_inputs(
         self,
@@ -112,13 +131,13 @@ class DecoderLayer:
         cos: Tensor,  # [rows, rotary dims] contiguous, halves alike
         sin: Tensor,  # the same
     ) -> tuple[Tensor, Tensor, Tensor]:  # [rows, heads, head_dim] and twice [rows, kv_heads, head_dim]: views of one
-        rows, head_dim = len(hidden), self._weights.head_dim
+        rows, head_dim = len(hidden), self.weights.head_dim
         heads, kv_heads = self._heads, self._kv_heads
         qkv = hidden.new_empty(rows, heads + 2 * kv_heads, head_dim)
-        scratch = torch.empty_like(hidden)
+        scratch, room = torch.empty_like(hidden), self._bytes(rows)
         self._library.pd_attention_inputs(
             self._pointer, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], qkv.data_ptr(),
-            scratch.data_ptr(), rows,
+            scratch.data_ptr(), None if room is None else room.data_ptr(), rows,
         )  # fmt: skip
         return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
@@ -127,10 +146,11 @@ class DecoderLayer:
         attended: Tensor,  # [rows, heads, head_dim] contiguous
         hidden: Tensor,  # [rows, hidden] contiguous: the layer's input
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden]: input + o(attended), and its norm
-        total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+        total, normed, room = torch.empty_like(hidden), torch.empty_like(hidden), self._bytes(len(hidden))
         self._library.pd_attention_outputs(
-            self._pointer, attended.data_ptr(), hidden.data_ptr(), total.data_ptr(), normed.data_ptr(), len(hidden)
-        )
+            self._pointer, attended.data_ptr(), hidden.data_ptr(), total.data_ptr(), normed.data_ptr(),
+            None if room is None else room.data_ptr(), len(hidden),
+        )  # fmt: skip
         return total, normed
 
     def add_mlp(
@@ -138,5 +158,8 @@ class DecoderLayer:
         normed: Tensor,  # [rows, hidden] contiguous
         total: Tensor,  # [rows, hidden] contiguous: the MLP of `normed` is added to it
     ) -> None:
-        scratch = normed.new_empty(2 * len(normed), self._inner)
-        self._library.pd_gated_mlp(self._pointer, normed.data_ptr(), total.data_ptr(), scratch.data_ptr(), len(normed))
+        scratch, room = normed.new_empty(2 * len(normed), self._inner), self._bytes(len(normed))
+        self._library.pd_gated_mlp(
+            self._pointer, normed.data_ptr(), total.data_ptr(), scratch.data_ptr(),
+            None if room is None else room.data_ptr(), len(normed),
+        )  # fmt: skip

@@ -27,10 +27,12 @@ COMMON_FLAGS = (
     "-std=gnu11", "-O3", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden",
     "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wno-psabi",
 )  # fmt: skip
-# Instruction sets by the name torch gives what this processor, and its operating system, can run.
+_AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
+# Instruction sets, the best first, by the name torch gives what this processor, and its operating system, can run.
 LEVEL_FLAGS = {
-    "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
-    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512_VNNI": (*_AVX512, "-mavx512vnni"),  # torch's name is AVX512, too
+    "AVX512": _AVX512,
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "DEFAULT": (),
 }
 COMPILERS = ("cc", "gcc", "clang")
@@ -41,9 +43,11 @@ _Type = type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float]
 _TYPES: dict[str, _Type] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 SIGNATURES = {  # a letter for every argument
     "pd_linear": "pipppipiiii",
-    "pd_attention_inputs": "ppppippi",
-    "pd_attention_outputs": "pppppi",
-    "pd_gated_mlp": "ppppi",
+    "pd_attention_inputs": "ppppipppi",
+    "pd_attention_outputs": "ppppppi",
+    "pd_gated_mlp": "pppppi",
+    "pd_quantized_linear": "ppipip",
+    "pd_strip_columns": "p",
     "pd_decode_attention": "pippipppiiiiiififppp",
     "pd_prompt_attention": "pippippppiiiiiififpp",
     "pd_scatter_rows": "ppipii",
@@ -69,6 +73,8 @@ def native() -> ctypes.CDLL | None:
 def level() -> str:
     """The best of LEVEL_FLAGS that runs here."""
     capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512") and torch.cpu._is_vnni_supported():
+        return "AVX512_VNNI"
     return next((name for name in LEVEL_FLAGS if capability.startswith(name)), "DEFAULT")
 
 

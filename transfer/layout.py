@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .errors import LayoutMismatch
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -40,6 +40,7 @@ class KVLayout:
     fingerprint: Annotated[str, Field(min_length=1, max_length=128)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     layers: Annotated[tuple[LayerShape, ...], Field(min_length=1, max_length=1024)]
+    quantization: Literal["none", "int8", "int4"] = "none"  # of the weights: other ones give other KV
     version: int = LAYOUT_VERSION
 
     @property
@@ -61,6 +62,8 @@ class KVLayout:
             yield f"fingerprint {self.fingerprint[:12]} != {other.fingerprint[:12]}"
         if self.dtype != other.dtype:
             yield f"dtype {self.dtype} != {other.dtype}"
+        if self.quantization != other.quantization:
+            yield f"quantization {self.quantization} != {other.quantization}"
         if self.num_layers != other.num_layers:
             yield f"layers {self.num_layers} != {other.num_layers}"
         elif self.layers != other.layers:

@@ -15,8 +15,7 @@ typedef struct {
     int64_t q_norm_size, k_norm_size;                 /* a norm's weight may span a head or all of them */
     float input_eps, post_eps, q_eps, k_eps;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
-    const float *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias;
-    const float *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+    Projection q, k, v, o, gate, up, down;
 } Layer;
 
 static void norm(const float *x, const float *weight, float eps, int64_t size, float *y) {
@@ -59,6 +58,7 @@ typedef struct {
     float *out;
     float eps;
     int64_t rows, rotary, stride;
+    const Activations *quantized; /* of `out`, or null */
 } Rows;
 
 static int64_t row_items(int64_t rows) { return (rows + ITEM_ROWS - 1) / ITEM_ROWS; }
@@ -70,12 +70,15 @@ static int64_t last_row(const Rows *all, int64_t item) {
 static void norm_item(void *context, int64_t item) {
     const Rows *all = context;
     const int64_t size = all->layer->hidden;
-    for (int64_t r = item * ITEM_ROWS; r < last_row(all, item); r++)
+    for (int64_t r = item * ITEM_ROWS; r < last_row(all, item); r++) {
         norm(all->in + r * size, all->weight, all->eps, size, all->out + r * size);
+        if (all->quantized) quantize_row(all->quantized, all->out + r * size, r);
+    }
 }
 
-static void norm_rows(const Layer *layer, const float *in, const float *weight, float eps, float *out, int64_t rows) {
-    Rows all = {layer, in, weight, .out = out, .eps = eps, .rows = rows};
+static void norm_rows(const Layer *layer, const float *in, const float *weight, float eps, float *out, int64_t rows,
+                      const Activations *quantized) {
+    Rows all = {layer, in, weight, .out = out, .eps = eps, .rows = rows, .quantized = quantized};
     pd_parallel(norm_item, &all, row_items(rows));
 }
 
@@ -95,18 +98,19 @@ static void position_item(void *context, int64_t item) {
 }
 
 /* hidden [rows, hidden] -> qkv [rows, (heads + 2 * kv_heads) * head_dim]: q, then k, then v. cos, sin [rows, rotary].
- * scratch [rows, hidden]. */
+ * scratch [rows, hidden]; bytes: of `activations_in`, or null where no weight is quantised. */
 EXPORT void pd_attention_inputs(const Layer *layer, const float *hidden, const float *cos, const float *sin,
-                                int64_t rotary, float *qkv, float *scratch, int64_t rows) {
+                                int64_t rotary, float *qkv, float *scratch, void *bytes, int64_t rows) {
     const int64_t size = layer->hidden, head_dim = layer->head_dim;
     const int64_t q_width = layer->heads * head_dim, kv_width = layer->kv_heads * head_dim;
     const int64_t stride = q_width + 2 * kv_width;
     float *k = qkv + q_width, *v = k + kv_width;
-    norm_rows(layer, hidden, layer->input_norm, layer->input_eps, scratch, rows);
+    const Activations quantized = activations_in(bytes, rows, size);
+    norm_rows(layer, hidden, layer->input_norm, layer->input_eps, scratch, rows, bytes ? &quantized : 0);
     const Linear linears[] = {
-        {scratch, layer->q, layer->q_bias, 0, qkv, size, 0, stride, rows, q_width, size},
-        {scratch, layer->k, layer->k_bias, 0, k, size, 0, stride, rows, kv_width, size},
-        {scratch, layer->v, layer->v_bias, 0, v, size, 0, stride, rows, kv_width, size},
+        {scratch, &layer->q, 0, qkv, size, 0, stride, rows, &quantized},
+        {scratch, &layer->k, 0, k, size, 0, stride, rows, &quantized},
+        {scratch, &layer->v, 0, v, size, 0, stride, rows, &quantized},
     };
     run_linears(linears, 3);
     Rows all = {layer, .cos = cos, .sin = sin, .out = qkv, .rows = rows, .rotary = rotary, .stride = stride};
@@ -115,11 +119,13 @@ EXPORT void pd_attention_inputs(const Layer *layer, const float *hidden, const f
 
 /* attended [rows, heads * head_dim] and the layer's input -> sum [rows, hidden], normed [rows, hidden]. */
 EXPORT void pd_attention_outputs(const Layer *layer, const float *attended, const float *hidden, float *sum,
-                                 float *normed, int64_t rows) {
+                                 float *normed, void *bytes, int64_t rows) {
     const int64_t size = layer->hidden, width = layer->heads * layer->head_dim;
-    const Linear out = {attended, layer->o, layer->o_bias, hidden, sum, width, size, size, rows, size, width};
+    const Activations quantized = activations_in(bytes, rows, width);
+    if (bytes) quantize_rows(&quantized, attended, width, rows);
+    const Linear out = {attended, &layer->o, hidden, sum, width, size, size, rows, &quantized};
     run_linears(&out, 1);
-    norm_rows(layer, sum, layer->post_norm, layer->post_eps, normed, rows);
+    norm_rows(layer, sum, layer->post_norm, layer->post_eps, normed, rows, 0);
 }
 
 typedef struct {
@@ -133,7 +139,7 @@ static void gated_item(void *context, int64_t item) {
     const Cut *cut = &gated->cut;
     linear_item(&gated->gate, cut, item);
     linear_item(&gated->up, cut, item);
-    const int64_t inner = gated->gate.outs, first = item / cut->ranges * cut->rows, col = item % cut->ranges * cut->outs;
+    const int64_t inner = gated->gate.w->outs, first = item / cut->ranges * cut->rows, col = item % cut->ranges * cut->outs;
     for (int64_t r = first; r < first + cut->rows && r < gated->gate.rows; r++) {
         float *gate = gated->gate.y + r * inner;
         const float *up = gated->up.y + r * inner;
@@ -151,15 +157,20 @@ static void gated_item(void *context, int64_t item) {
 }
 
 /* sum += down(silu(gate(normed)) * up(normed)). scratch [2, rows, inner]. */
-EXPORT void pd_gated_mlp(const Layer *layer, const float *normed, float *sum, float *scratch, int64_t rows) {
+EXPORT void pd_gated_mlp(const Layer *layer, const float *normed, float *sum, float *scratch, void *bytes,
+                         int64_t rows) {
     const int64_t size = layer->hidden, inner = layer->inner;
     float *gate = scratch, *up = scratch + rows * inner;
+    Activations quantized = activations_in(bytes, rows, size);
+    if (bytes) quantize_rows(&quantized, normed, size, rows);
     Gated gated = {
-        {normed, layer->gate, layer->gate_bias, 0, gate, size, 0, inner, rows, inner, size},
-        {normed, layer->up, layer->up_bias, 0, up, size, 0, inner, rows, inner, size},
+        {normed, &layer->gate, 0, gate, size, 0, inner, rows, &quantized},
+        {normed, &layer->up, 0, up, size, 0, inner, rows, &quantized},
     };
     gated.cut = cut_linear(&gated.gate, 2);
     pd_parallel(gated_item, &gated, gated.cut.items);
-    const Linear down = {gate, layer->down, layer->down_bias, sum, sum, inner, size, size, rows, size, inner};
+    quantized = activations_in(bytes, rows, inner);
+    if (bytes) quantize_rows(&quantized, gate, inner, rows);
+    const Linear down = {gate, &layer->down, sum, sum, inner, size, size, rows, &quantized};
     run_linears(&down, 1);
 }

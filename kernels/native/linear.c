@@ -15,12 +15,14 @@
 #define COLS 4
 #define BLOCK_BYTES (384 << 10) /* of x that are walked again and again: they should stay in L2 */
 #define ITEM_BYTES (192 << 10)  /* of weights in an item, */
-#define ITEM_STEPS (2 << 20)    /* and multiplications: whichever is less */
-#define ITEM_COLS 16            /* but no fewer columns, */
+#define ITEM_STEPS (2 << 20)    /* and multiplications, whichever is less, */
+#define ITEM_COLS 16            /* but no fewer columns. */
+#define ITEM_BYTE_STEPS (8 << 20) /* The same of quantised weights: */
+#define ITEM_BYTE_COLS 64         /* four strips of the widest. */
 #define MOST_LINEARS 4
 
 INLINE void finish(const Linear *job, int64_t row, int64_t col, vec4 sums) {
-    if (job->bias) sums += load4(job->bias + col);
+    if (job->w->bias) sums += load4(job->w->bias + col);
     if (job->residual) sums += load4(job->residual + row * job->residual_stride + col);
     store4(job->y + row * job->y_stride + col, sums);
 }
@@ -30,8 +32,8 @@ INLINE void finish(const Linear *job, int64_t row, int64_t col, vec4 sums) {
  * is worth half as much speed again as if only the first tile asked for them. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 INLINE void tile(const int rows, const Linear *job, int64_t row, int64_t col) {
-    const int64_t k = job->k, stride = job->x_stride;
-    const float *x = job->x + row * stride, *w = job->w + col * k;
+    const int64_t k = job->w->k, stride = job->x_stride;
+    const float *x = job->x + row * stride, *w = (const float *)job->w->data + col * k;
 #define DECLARE(r) vec sum##r##a = {0}, sum##r##b = {0}, sum##r##c = {0}, sum##r##d = {0};
     EACH_ROW(DECLARE)
 #define ADD(r, input)                                                                                                \
@@ -73,8 +75,8 @@ INLINE void tile(const int rows, const Linear *job, int64_t row, int64_t col) {
 
 /* One row of eight columns, so that there are enough sums which do not wait for each other. */
 INLINE void wide_tile(const Linear *job, int64_t row, int64_t col) {
-    const int64_t k = job->k;
-    const float *x = job->x + row * job->x_stride, *w = job->w + col * k;
+    const int64_t k = job->w->k;
+    const float *x = job->x + row * job->x_stride, *w = (const float *)job->w->data + col * k;
     vec a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};
 #define ADD_COLUMN(sum, number, load_value)                                                                          \
     sum += value * load_value(w + number * k + i);                                                                   \
@@ -96,13 +98,14 @@ INLINE void wide_tile(const Linear *job, int64_t row, int64_t col) {
 }
 
 static void single(const Linear *job, int64_t row, int64_t col) {
-    const float *x = job->x + row * job->x_stride, *w = job->w + col * job->k;
+    const int64_t k = job->w->k;
+    const float *x = job->x + row * job->x_stride, *w = (const float *)job->w->data + col * k;
     vec sums = {0};
     int64_t i = 0;
-    for (; i + LANES <= job->k; i += LANES) sums += load(x + i) * load(w + i);
-    if (i < job->k) sums += load_part(x + i, job->k - i) * load_part(w + i, job->k - i);
+    for (; i + LANES <= k; i += LANES) sums += load(x + i) * load(w + i);
+    if (i < k) sums += load_part(x + i, k - i) * load_part(w + i, k - i);
     float sum = fold_sum(sums);
-    if (job->bias) sum += job->bias[col];
+    if (job->w->bias) sum += job->w->bias[col];
     if (job->residual) sum += job->residual[row * job->residual_stride + col];
     job->y[row * job->y_stride + col] = sum;
 }
@@ -140,18 +143,23 @@ static void part(const Linear *job, int64_t first, int64_t end, int64_t col, int
 static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 Cut cut_linear(const Linear *linear, int64_t products) {
-    const int64_t k = linear->k ? linear->k : 1, rows = linear->rows ? linear->rows : 1;
-    int64_t block = BLOCK_BYTES / (4 * k);
+    const int64_t k = linear->w->k ? linear->w->k : 1, rows = linear->rows ? linear->rows : 1, outs = linear->w->outs;
+    const int quantized = linear->w->bits < 32;
+    int64_t block = BLOCK_BYTES / (quantized ? k : 4 * k);
     block = (block < 48 ? 48 : block) / MOST_ROWS * MOST_ROWS;
-    int64_t width = smaller_of(ITEM_BYTES / (4 * k), ITEM_STEPS / (smaller_of(block, rows) * k)) / products;
-    width = width < ITEM_COLS ? ITEM_COLS : width / ITEM_COLS * ITEM_COLS;
-    const int64_t ranges = (linear->outs + width - 1) / width;
+    const int64_t steps = quantized ? ITEM_BYTE_STEPS : ITEM_STEPS;
+    const int64_t least = quantized ? ITEM_BYTE_COLS : ITEM_COLS;
+    int64_t width = smaller_of(ITEM_BYTES * 8 / (linear->w->bits * k), steps / (smaller_of(block, rows) * k)) / products;
+    width = width < least ? least : width / least * least;
+    const int64_t ranges = (outs + width - 1) / width;
     return (Cut){block, width, ranges, (linear->rows + block - 1) / block * ranges};
 }
 
 void linear_item(const Linear *linear, const Cut *cut, int64_t item) {
     const int64_t row = item / cut->ranges * cut->rows, col = item % cut->ranges * cut->outs;
-    part(linear, row, smaller_of(row + cut->rows, linear->rows), col, smaller_of(col + cut->outs, linear->outs));
+    const int64_t end = smaller_of(row + cut->rows, linear->rows), last = smaller_of(col + cut->outs, linear->w->outs);
+    if (linear->w->bits < 32) quantized_part(linear, row, end, col, last);
+    else part(linear, row, end, col, last);
 }
 
 typedef struct {
@@ -176,9 +184,10 @@ void run_linears(const Linear *linears, int64_t count) {
     pd_parallel(several_item, &several, items);
 }
 
-/* See `Linear`. */
+/* See `Linear`; w [outs, k] is contiguous. */
 EXPORT void pd_linear(const float *x, int64_t x_stride, const float *w, const float *bias, const float *residual,
                       int64_t residual_stride, float *y, int64_t y_stride, int64_t rows, int64_t outs, int64_t k) {
-    const Linear linear = {x, w, bias, residual, y, x_stride, residual_stride, y_stride, rows, outs, k};
+    const Projection projection = {32, outs, k, w, .bias = bias};
+    const Linear linear = {x, &projection, residual, y, x_stride, residual_stride, y_stride, rows};
     run_linears(&linear, 1);
 }

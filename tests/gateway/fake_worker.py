@@ -44,8 +44,8 @@ MODEL = "m"
 Key = tuple[str, int]
 
 
-def layout(fingerprint: str = FINGERPRINT, dtype: str = "float32") -> KVLayout:
-    return KVLayout(fingerprint, dtype, (LayerShape(1, 4, 4),))
+def layout(fingerprint: str = FINGERPRINT, dtype: str = "float32", quantization: str = "none") -> KVLayout:
+    return KVLayout(fingerprint, dtype, (LayerShape(1, 4, 4),), quantization)
 
 
 def token_at(position: int) -> int:

@@ -98,14 +98,20 @@ async def test_worker_of_another_model_is_refused_for_good_in_words(
     assert all(word in worker.denied.reason for word in [worker.worker, *words]), worker.denied.reason
 
 
-async def test_worker_whose_kv_differs_from_a_registered_one_is_refused_naming_both(system: System) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"dtype": "float16"}, ("float16", "float32")), ({"quantization": "int8"}, ("quantization", "int8", "none"))],
+)
+async def test_worker_whose_kv_differs_from_a_registered_one_is_refused_naming_both(
+    system: System, options: dict[str, str], words: tuple[str, ...]
+) -> None:
     first = system.decode()
     await system.ready(1)
-    second = system.prefill(layout=layout(dtype="float16"))
+    second = system.prefill(layout=layout(**options))
     await until(lambda: second.denied)
     assert second.denied is not None
     reason = second.denied.reason
-    assert all(word in reason for word in (first.worker, second.worker, "float16", "float32")), reason
+    assert all(word in reason for word in (first.worker, second.worker, *words)), reason
 
 
 async def test_process_that_woke_up_anew_takes_its_own_name_back_even_if_its_old_self_was_just_heard(

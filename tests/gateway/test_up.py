@@ -145,6 +145,7 @@ def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
         ("--host=0.0.0.0", "0.0.0.0", None, None),
         ("--link=zmq", None, "zmq", "zmq"),
         ("--dtype=bfloat16", None, "bfloat16", "bfloat16"),
+        ("--quantization=int4", None, "int4", "int4"),
         ("--chunk-tokens=64", None, "64", "64"),
         ("--drain-timeout-s=7.0", None, "7.0", "7.0"),
         ("--shutdown-s=7.0", "7.0", None, None),

@@ -108,6 +108,7 @@ def test_deeply_nested_input_is_a_protocol_error() -> None:
     [
         ({"dtype": "float16"}, "dtype float32 != float16"),
         ({"fingerprint": "e" * 64}, "fingerprint"),
+        ({"quantization": "int4"}, "quantization none != int4"),
         ({"layers": (LayerShape(3, 64, 64),)}, "layers 2 != 1"),
         ({"layers": (LayerShape(3, 64, 64), LayerShape(3, 64, 64))}, "layer 1 shape"),
     ],
