@@ -312,9 +312,10 @@ class Dispatcher:
         return place.choice
 
     def first_token(self, place: Placement) -> None:
-        """The attempt has its first token, as early as was predicted or not."""
-        choice, place.choice = place.choice, replace(place.choice, ttft_s=None)
+        """The attempt has a token; if it is the first one, was it as early as predicted?"""
+        choice = place.choice
         if choice.ttft_s is not None:
+            place.choice = replace(choice, ttft_s=None)
             self._counts.observe_prediction(choice.where, choice.ttft_s, self.clock() - place.placed_at)
 
     def _check_in_time(self, wanted: Wanted, computing: Worker, missing_tokens: int) -> None:
