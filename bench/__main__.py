@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
 
 from .errors import BenchError
 from .gateway import main as gateway
@@ -12,24 +14,34 @@ from .serve import main as serve
 from .steady import main as steady
 
 
-def kernels(arguments: list[str]) -> int:
-    from .kernels import main  # brings torch, which a client of a server does without
+def _later(module: str) -> Callable[[list[str]], int]:
+    """The command of a module that brings more than a client of a server needs (torch, the model hub)."""
 
-    return main(arguments)
+    def run(arguments: list[str]) -> int:
+        main: Callable[[list[str]], int] = import_module(f".{module}", __package__).main
+        return main(arguments)
+
+    return run
 
 
 USAGE = """usage: pdserve bench COMMAND [OPTIONS]
 
 commands:
-  gateway   what the gateway costs a token, with workers that answer from memory
-  kernels   how near the CPU kernels come to the machine's limits, without a server
   serve     load a running server and measure TTFT, TPOT, ITL, throughput and goodput
   overload  load it beyond what it can do: how much is still in time?
+  goodput   the highest rate at which requests are in time: split against unsplit, with a verdict for your workload
+  peers     this system and other engines on this machine, one after the other
   steady    many short requests: is the last one served as the first ones were?
+  gateway   what the gateway costs a token, with workers that answer from memory
+  kernels   how near the CPU kernels come to the machine's limits, without a server
+  transfer  how fast KV moves between two processes, against a plain copy, without a server
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
-COMMANDS = {"gateway": gateway, "kernels": kernels, "serve": serve, "overload": overload, "steady": steady}
+COMMANDS = {
+    "serve": serve, "overload": overload, "steady": steady, "gateway": gateway,
+    **{name: _later(name) for name in ("goodput", "peers", "kernels", "transfer")},
+}  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,17 @@ class StreamFailure(Exception):
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a server makes of the API. `as_text`: a prompt's text, for one that takes no token ids."""
+
+    ignore_eos: bool = True
+    as_text: Callable[[list[int]], str] | None = None
+
+
+PLAIN = Dialect()
 
 
 @dataclass(frozen=True)
@@ -83,10 +95,11 @@ class Client:
     session: aiohttp.ClientSession
     url: str
     model: str
+    dialect: Dialect = PLAIN
 
     async def send(self, planned: PlannedRequest, scheduled_s: float | None, record: RequestRecord) -> None:
         """Send one request and fill `record` as its stream arrives."""
-        body = json.dumps(request_body(self.model, planned)).encode()
+        body = json.dumps(request_body(self.model, planned, self.dialect)).encode()
         record.scheduled_s = scheduled_s
         record.sent_s = monotonic()
         try:
@@ -127,18 +140,21 @@ class Client:
             )
 
 
-def request_body(model: str, planned: PlannedRequest) -> dict[str, Any]:
+def request_body(model: str, planned: PlannedRequest, dialect: Dialect = PLAIN) -> dict[str, Any]:
     """Greedy, of exact length (`ignore_eos`), with token ids and usage so that tokens are counted, not guessed."""
-    return {
+    body = {
         "model": model,
-        "prompt": planned.prompt,
+        "prompt": planned.prompt if dialect.as_text is None else dialect.as_text(planned.prompt),
         "max_tokens": planned.output_tokens,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "return_token_ids": True,
     }
+    if dialect.as_text is None:
+        body["return_token_ids"] = True
+    if dialect.ignore_eos:
+        body["ignore_eos"] = True
+    return body
 
 
 def take_event(event: object, arrived_s: float, record: RequestRecord) -> None:

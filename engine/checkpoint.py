@@ -41,7 +41,7 @@ def resolve(model: str) -> Path:
     the id of a model on the Hugging Face hub. Raises CheckpointError or ConfigError with one line for the user.
     """
     if model == DEMO:
-        return converted(_demo_gguf())
+        return converted(demo_gguf())
     path = Path(os.path.expanduser(model))
     if _is_directory(model):
         check_model_directory(path)
@@ -78,7 +78,7 @@ def _is_file(model: str) -> bool:
     return os.path.isfile(os.path.expanduser(model))
 
 
-def _demo_gguf() -> Path:
+def demo_gguf() -> Path:
     """The GGUF inside the demo package, which is found but not imported: its imports are not installed."""
     spec = find_spec(DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:

@@ -22,6 +22,12 @@ MAY_IMPORT = {
     "gateway": {"engine", "transfer"},
     "bench": {"kernels", "engine", "transfer"},
 }
+# The two ends of a link live in `transfer` and `decode`; a copy of them here would measure something else.
+MAY_ALSO_IMPORT = {
+    "bench/transfer.py": {"transfer"},
+    "bench/transfer_ends.py": {"transfer", "decode"},
+    "bench/checkpoint.py": {"transfer"},  # the exceptions that `engine` raises
+}
 MAX_LINES = 450
 TORCH_FREE = ("prefill/scheduler.py", "decode/scheduler.py", "engine/block_pool.py", "engine/config.py")
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "accelerate"}
@@ -108,7 +114,7 @@ def test_the_reader_of_imports_sees_relative_and_absolute_ones() -> None:
 def test_imports_run_one_way(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
     rooms = {name.partition(".")[0] for name in imported(path) if not name.endswith("/")}
-    assert rooms - {room} <= MAY_IMPORT[room]
+    assert rooms - {room} <= MAY_IMPORT[room] | MAY_ALSO_IMPORT.get(str(path.relative_to(ROOT)), set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +77,8 @@ class FakeServer:
         return web.json_response({"object": "list", "data": [entry]})
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
+@asynccontextmanager
+async def serving() -> AsyncIterator[FakeServer]:
     fake = FakeServer()
     app = web.Application(client_max_size=1 << 24)
     app.add_routes([web.post("/v1/completions", fake.completions), web.get("/v1/models", fake.models)])
@@ -89,6 +90,18 @@ async def server() -> AsyncIterator[FakeServer]:
     fake.url = f"http://127.0.0.1:{port}"
     yield fake
     await runner.cleanup()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    async with serving() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def other_server() -> AsyncIterator[FakeServer]:
+    async with serving() as fake:
+        yield fake
 
 
 class Script:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.checkpoint import DEMO_INSTALL, DEMO_PACKAGE, _demo_gguf, resolve
+from pdserve.engine.checkpoint import DEMO_INSTALL, DEMO_PACKAGE, demo_gguf, resolve
 from pdserve.engine.gguf_cache import cache_directory, converted
 from pdserve.transfer.errors import CheckpointError
 
@@ -59,7 +59,7 @@ def test_corrupt_gguf_is_refused_in_one_line_and_leaves_nothing(tmp_path: Path, 
 @demo_installed
 def test_truncated_gguf_is_refused_in_one_line(tmp_path: Path, cache: Path) -> None:
     """Cut behind the metadata, in the middle of the weights."""
-    with _demo_gguf().open("rb") as file:
+    with demo_gguf().open("rb") as file:
         (tmp_path / "cut.gguf").write_bytes(file.read(30 << 20))
     assert "corrupt or truncated" in refusal(tmp_path / "cut.gguf")
 
@@ -157,7 +157,7 @@ def test_cache_follows_its_own_variable_then_xdg_then_home(monkeypatch: pytest.M
 
 @demo_installed
 def test_demo_package_is_found_without_importing_it() -> None:
-    assert _demo_gguf().read_bytes()[:4] == b"GGUF"
+    assert demo_gguf().read_bytes()[:4] == b"GGUF"
     assert DEMO_PACKAGE not in sys.modules
 
 
@@ -168,7 +168,7 @@ def test_converted_demo_equals_the_gguf_in_tokens_and_greedy_text() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    directory, gguf = resolve("demo"), _demo_gguf()
+    directory, gguf = resolve("demo"), demo_gguf()
     origin = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer, reference = AutoTokenizer.from_pretrained(directory), AutoTokenizer.from_pretrained(**origin)
     texts = ["", " Hello,  world!\n\n\tx = 3.14", "Grüße 안녕 👩‍👩‍👧 <|im_start|>user\nHi<|im_end|>", "a" * 300]
