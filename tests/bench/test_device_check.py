@@ -1,0 +1,111 @@
+"""The device check is whole: its dry run passes, on no more packages than a CUDA image has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.bench import device_run
+from pdserve.bench.device_report import Check, Setting, outcome, table
+
+ROOT = Path(__file__).parents[2]
+ABSENT = ("fastapi", "starlette", "uvicorn", "gguf", "aiohttp", "xgrammar", "accelerate", "openai", "rich", "typer")
+WITHOUT = """
+from importlib.machinery import PathFinder
+found = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest, **more: (
+    None if name.partition(".")[0] in {absent!r} else found(name, *rest, **more)
+)
+"""
+
+
+def dry_run(tmp_path: Path, absent: tuple[str, ...], *flags: str) -> dict[str, Any]:
+    """The script as it is started on a device, in processes that cannot import some packages."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(absent=absent))
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "build" / "import")])
+    done = subprocess.run(
+        [sys.executable, "bench/device_check.py", "--dry", "--out", str(tmp_path / "result.json"), *flags],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((tmp_path / "result.json").read_text())
+    return result
+
+
+@pytest.mark.timeout(300)
+def test_the_dry_run_passes_every_section_without_what_a_cuda_image_lacks(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, ABSENT)
+    assert {check["section"] for check in result["checks"]} == set(device_run.SECTIONS)
+    assert not [check for check in result["checks"] if not check["ok"] or check["name"] == "whole section"]
+    assert (result["wrong"], result["missed"], result["dry"]) == (0, 0, True)
+    texts = [check for check in result["checks"] if check["name"].startswith("text equals generate")]
+    assert [check["value"] for check in texts] == [18, 18]
+
+
+@pytest.mark.timeout(300)
+def test_without_zeromq_the_sections_that_need_none_still_run(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, (*ABSENT, "zmq"), "--only", "decode step", "--only", "pair")
+    assert result["wrong"] == 0
+    lacking = {check["section"]: check["note"] for check in result["checks"] if check["name"] == "whole section"}
+    assert list(lacking) == ["pair"]
+    assert "zmq" in lacking["pair"]
+
+
+SECTION = "decode step"
+
+
+def run_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Any
+) -> tuple[int, dict[str, Any]]:
+    class Module:
+        pass
+
+    Module.run = staticmethod(run)  # type: ignore[attr-defined]
+    monkeypatch.setattr(device_run.importlib, "import_module", lambda name: Module)
+    code = device_run.main(["--dry", "--only", SECTION])
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_section_that_breaks_off_is_wrong_and_what_it_found_before_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(setting: Setting) -> Any:
+        assert setting.dry
+        yield Check("first", ok=True, value=3.0, unit="GB/s", target=">= 2", met=True)
+        raise RuntimeError("an illegal memory access\nwas encountered")
+
+    code, result = run_with(monkeypatch, capsys, run)
+    assert (code, result["wrong"], result["missed"]) == (1, 1, 0)
+    assert [check["name"] for check in result["checks"]] == ["first", "whole section"]
+    assert result["checks"][1]["note"] == "RuntimeError: an illegal memory access was encountered"
+
+
+def test_a_missed_target_is_counted_but_is_not_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, result = run_with(monkeypatch, capsys, lambda setting: iter([Check("slow", ok=True, value=1.0, met=False)]))
+    assert (code, result["wrong"], result["missed"]) == (0, 0, 1)
+
+
+def test_without_a_gpu_only_a_dry_run_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_run.main([]) == 2
+    assert "no usable CUDA device here" in capsys.readouterr().err
+
+
+def test_the_table_names_every_outcome() -> None:
+    checks = [Check("a", ok=True), Check("b", ok=False), Check("c", ok=True, met=True), Check("d", ok=True, met=False)]
+    assert [outcome(check) for check in checks] == ["ok", "WRONG", "met", "missed"]
+    lines = table([("kernels", check) for check in checks]).splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["ok", "WRONG", "met", "missed"]
