@@ -18,7 +18,7 @@ from .hook import AttentionCall, install
 from .kv_cache import KVCache
 from .model import LoadedModel
 
-WARM_UP_TOKENS = 2  # a prompt's one, and the one decoded behind it
+WARM_UP_TOKENS = 3  # a prompt's two (attention of several is another kernel than that of one), and one decoded
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,13 @@ class Runner:
         install(model.module, self._attend)
 
     def warm_up(self, pool: BlockPool) -> None:
-        """Read a prompt of one token and decode behind it, before anybody is told that this worker is ready."""
+        """Read a prompt of two tokens and decode behind it, before anybody is told that this worker is ready."""
         blocks = pool.allocate(min(pool.blocks_for(WARM_UP_TOKENS), pool.num_blocks))
-        token = 0
-        for position in range(min(WARM_UP_TOKENS, len(blocks) * pool.block_size)):
-            token = int(self.forward([Chunk([token], position, blocks, True)]).argmax())
+        room = min(WARM_UP_TOKENS, len(blocks) * pool.block_size)
+        prompt = [0] * max(1, room - 1)
+        token = int(self.forward([Chunk(prompt, 0, blocks, True)]).argmax())
+        if len(prompt) < room:
+            self.forward([Chunk([token], len(prompt), blocks, True)])
         pool.release(blocks)
 
     @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ def default_num_splits(device: torch.device, kv_heads: int) -> int:
     return -(-num_programs(device) // kv_heads)
 
 
+@cache
 def num_programs(device: torch.device) -> int:
     """How many programs the device runs at once, about; a few under the interpreter."""
     if device.type != "cuda":

@@ -152,7 +152,7 @@ def _splits(singles: SingleTokens, window: int) -> Splits:
         )
         list_splits[(num_seqs,)](
             singles.context_lens, splits.first_splits, splits.split_seqs, num_seqs, singles.num_splits, window,
-            SEQS=triton.next_power_of_2(num_seqs),
+            SEQS=128,
         )  # fmt: skip
         singles.splits[window] = splits
     return singles.splits[window]

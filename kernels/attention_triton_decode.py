@@ -32,6 +32,12 @@ def visible_parts(context_len, window):
     return first, (context_len + _PART_KEYS - 1) // _PART_KEYS - first
 
 
+@triton.jit
+def count_splits(context_len, num_splits, window):
+    _, parts = visible_parts(context_len, window)
+    return tl.minimum((parts + _MIN_PARTS - 1) // _MIN_PARTS, num_splits)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_splits", "window"])
 def list_splits(
     context_lens,  # [num_seqs] integers
@@ -40,16 +46,16 @@ def list_splits(
     num_seqs,
     num_splits,  # the most that a sequence gets
     window,
-    SEQS: tl.constexpr,  # num_seqs rounded up to a power of two
+    SEQS: tl.constexpr,  # counted at a time
 ):
     """One program a sequence."""
     seq = tl.program_id(0)
-    seqs = tl.arange(0, SEQS)
-    lens = tl.load(context_lens + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
-    _, parts = visible_parts(lens, window)
-    counts = tl.minimum((parts + _MIN_PARTS - 1) // _MIN_PARTS, num_splits)
-    first = tl.sum(tl.where(seqs < seq, counts, 0), 0)
-    count = tl.sum(tl.where(seqs == seq, counts, 0), 0)
+    first = 0
+    for start in range(0, seq, SEQS):
+        seqs = start + tl.arange(0, SEQS)
+        lens = tl.load(context_lens + seqs, mask=seqs < seq, other=0).to(tl.int32)
+        first += tl.sum(count_splits(lens, num_splits, window), 0)
+    count = count_splits(tl.load(context_lens + seq).to(tl.int32), num_splits, window)
     tl.store(first_splits + seq, first)
     if seq == num_seqs - 1:
         tl.store(first_splits + num_seqs, first + count)

@@ -84,8 +84,16 @@ CASES = {
         heads=71, kv_heads=1, k_head_dim=21, v_head_dim=18, query_lens=(3, 2), context_lens=(67, 2), softcap=3.0
     ),
     "chunks-in-a-window": Case(
-        heads=6, kv_heads=3, k_head_dim=18, v_head_dim=13, query_lens=(40, 90), context_lens=(300, 140), window=67,
-        block_size=5, sinks=True, softcap=1.0,
+        heads=6,
+        kv_heads=3,
+        k_head_dim=18,
+        v_head_dim=13,
+        query_lens=(40, 90),
+        context_lens=(300, 140),
+        window=67,
+        block_size=5,
+        sinks=True,
+        softcap=1.0,
     ),
     "single-token-prompt": Case(query_lens=(1,), context_lens=(1,), block_size=32, sinks=True),
 }
