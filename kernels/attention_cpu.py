@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .attention_native import NativePlan, attend_in_c, library_for, plan_step
+from .attention_native import NativeStep, attend_in_c, library_for, native_step, paged_layer
 
 # A tile's scores should stay in L2 while softmax and the second product read them again.
 TILE_SCORES = 1 << 19
@@ -44,7 +44,7 @@ class Workspace:
 
     buffers: dict[tuple[str, torch.Size], Tensor] = field(default_factory=dict)
     plans: dict[tuple[int | None, torch.Size, torch.Size], list[_SequencePlan]] = field(default_factory=dict)
-    native: NativePlan | None = None
+    native: NativeStep | None = None
     masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def buffer(self, name: str, cache: Tensor, num_blocks: int) -> Tensor:
@@ -85,10 +85,11 @@ def attend_on_cpu(
     library = library_for(q, k_cache, v_cache) if in_c else None
     if library is not None:
         if workspace.native is None:
-            workspace.native = plan_step(query_lens, context_lens, block_tables)
-        return attend_in_c(
-            library, q, k_cache, v_cache, workspace.native, scale=scale, window=window, softcap=softcap, sinks=sinks
+            workspace.native = native_step(query_lens, context_lens, block_tables)
+        layer = paged_layer(
+            library, q.shape[1], k_cache, v_cache, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
+        return attend_in_c(layer, workspace.native, q, v_cache.shape[3])
     num_tokens, heads, k_head_dim = q.shape
     kv_heads, v_head_dim = v_cache.shape[2:]
     group = heads // kv_heads

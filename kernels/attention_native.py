@@ -18,29 +18,49 @@ from .library import native
 MOST_DIMS = 2048  # of K and V together: a tile of queries lies on a thread's stack
 
 
+class _CPagedLayer(ctypes.Structure):
+    """`PagedLayer` of native/paged.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "sinks")),
+        *((name, ctypes.c_int64) for name in ("block_size", "heads", "kv_heads", "k_dim", "v_dim", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+class _CSequences(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("count", "table_stride")),
+        *((name, ctypes.c_void_p) for name in ("starts", "query_lens", "context_lens", "tables")),
+    )
+
+
+class _CStep(ctypes.Structure):
+    _fields_ = (("singles", _CSequences), ("chunks", _CSequences))
+
+
 @dataclass(frozen=True)
-class _Sequences:
-    """Sequences of a step, as C reads them."""
+class PagedLayer:
+    """One layer's caches and the settings of its attention, as C reads them."""
 
-    starts: Tensor  # [sequences] int64: their first tokens in the flattened batch
-    query_lens: Tensor  # [sequences] int64: their tokens of this step
-    context_lens: Tensor  # [sequences] int64: their tokens after this step
-    tables: Tensor  # [sequences, max_blocks] int64
+    library: ctypes.CDLL
+    pointer: int
+    kept: tuple[object, ...]  # what the pointer points to, directly or not
 
 
 @dataclass(frozen=True)
-class NativePlan:
-    """The sequences of a step, the same for every layer: those with one query, and the others."""
+class NativeStep:
+    """The sequences of a step, as C reads them; the same for every layer."""
 
-    singles: _Sequences | None
-    chunks: _Sequences | None
+    pointer: int
+    kept: tuple[object, ...]
 
 
-def plan_step(
+def native_step(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Tensor,  # [num_seqs, max_blocks] int64
-) -> NativePlan:
+) -> NativeStep:
     singles: list[int] = []
     chunks: list[int] = []
     starts: list[int] = []
@@ -49,61 +69,64 @@ def plan_step(
         (singles if query_len == 1 else chunks).append(sequence)
         starts.append(start)
         start += query_len
-    table = torch.tensor([starts, query_lens, context_lens], dtype=torch.int64)
+    lens = torch.tensor([starts, query_lens, context_lens], dtype=torch.int64)
+    kept: list[object] = []
 
-    def pick(chosen: list[int]) -> _Sequences | None:
+    def pick(chosen: list[int]) -> _CSequences:
         if not chosen:
-            return None
+            return _CSequences()
         whole = len(chosen) == len(starts)
-        lens, tables = (table, block_tables) if whole else (table[:, chosen], block_tables[chosen])
-        first, queries, contexts = lens.contiguous().unbind()
-        return _Sequences(first, queries, contexts, tables.contiguous())
+        mine, tables = (lens, block_tables) if whole else (lens[:, chosen], block_tables[chosen])
+        mine, tables = mine.contiguous(), tables.contiguous()
+        kept.extend((mine, tables))
+        return _CSequences(len(chosen), tables.shape[1], *(row.data_ptr() for row in mine), tables.data_ptr())
 
-    return NativePlan(pick(singles), pick(chunks))
+    step = _CStep(pick(singles), pick(chunks))
+    return NativeStep(ctypes.addressof(step), (step, *kept))
 
 
 def library_for(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> ctypes.CDLL | None:
     """The kernels in C, if these tensors are for them: float32, on the CPU, the caches contiguous."""
     for tensor in (q, k_cache, v_cache):
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        if tensor.dtype != torch.float32 or not tensor.is_cpu:
             return None
     if k_cache.shape[3] + v_cache.shape[3] > MOST_DIMS:
         return None
     return native() if k_cache.is_contiguous() and v_cache.is_contiguous() else None
 
 
-def attend_in_c(
+def paged_layer(
     library: ctypes.CDLL,
-    q: Tensor,  # [num_tokens, heads, k_head_dim]
+    heads: int,
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
     v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
-    plan: NativePlan,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
+) -> PagedLayer:
+    """For caches that `library_for` accepts."""
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    _, block_size, kv_heads, k_head_dim = k_cache.shape
+    layer = _CPagedLayer(
+        k_cache.data_ptr(), v_cache.data_ptr(), None if sinks is None else sinks.data_ptr(), block_size, heads,
+        kv_heads, k_head_dim, v_cache.shape[3], window or 0, scale, softcap or 0.0,
+    )  # fmt: skip
+    return PagedLayer(library, ctypes.addressof(layer), (layer, k_cache, v_cache, sinks))
+
+
+def attend_in_c(
+    layer: PagedLayer,
+    step: NativeStep,
+    q: Tensor,  # [num_tokens, heads, k_head_dim]
+    v_head_dim: int,
 ) -> Tensor:  # [num_tokens, heads, v_head_dim] contiguous
     """The contract of `paged_attention`."""
     num_tokens, heads, k_head_dim = q.shape
-    _, block_size, kv_heads, v_head_dim = v_cache.shape
     if q.stride()[1:] != (k_head_dim, 1):
         q = q.contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
     output = q.new_empty(num_tokens, heads, v_head_dim)
-    inputs = q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr()
-    shapes = block_size, heads, kv_heads, k_head_dim, v_head_dim
-    settings = scale, window or 0, softcap or 0.0, None if sinks is None else sinks.data_ptr()
-    if (part := plan.singles) is not None:
-        state = q.new_empty(len(part.starts), 2, heads)
-        library.pd_decode_attention(
-            *inputs, len(part.starts), part.starts.data_ptr(), part.context_lens.data_ptr(), part.tables.data_ptr(),
-            part.tables.shape[1], *shapes, *settings, state.data_ptr(), output.data_ptr(),
-        )  # fmt: skip
-    if (part := plan.chunks) is not None:
-        library.pd_prompt_attention(
-            *inputs, len(part.starts), part.starts.data_ptr(), part.query_lens.data_ptr(), part.context_lens.data_ptr(),
-            part.tables.data_ptr(), part.tables.shape[1], *shapes, *settings, output.data_ptr(),
-        )  # fmt: skip
+    layer.library.pd_attend(layer.pointer, step.pointer, q.data_ptr(), q.stride(0), output.data_ptr())
     return output

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cache_ops_cuda
-from .attention_native import library_for
+from .attention_native import library_for, paged_layer
 from .cuda_module import cupy
 
 
@@ -37,11 +37,10 @@ def write_kv(
         return
     library = library_for(k, k_cache, v_cache) if v.dtype == k.dtype else None
     if library is not None and all(part.stride()[1:] == (part.shape[2], 1) for part in (k, v)):
-        for cache, part in ((k_cache, k), (v_cache, v)):
-            row_bytes = 4 * cache.shape[2] * cache.shape[3]
-            library.pd_scatter_rows(
-                cache.data_ptr(), part.data_ptr(), 4 * part.stride(0), slots.data_ptr(), len(slots), row_bytes
-            )
+        layer = paged_layer(library, 1, k_cache, v_cache, scale=1.0, window=None, softcap=None, sinks=None)
+        library.pd_write_kv(
+            layer.pointer, slots.data_ptr(), slots.shape[0], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
+        )
         return
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v)

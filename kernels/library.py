@@ -48,9 +48,10 @@ SIGNATURES = {  # a letter for every argument
     "pd_gated_mlp": "pppppi",
     "pd_quantized_linear": "ppipip",
     "pd_strip_columns": "p",
-    "pd_decode_attention": "pippipppiiiiiififppp",
-    "pd_prompt_attention": "pippippppiiiiiififpp",
-    "pd_scatter_rows": "ppipii",
+    "pd_attend": "pppip",
+    "pd_write_kv": "ppipipi",
+    "pd_begin_layer": "ppppppipppi",
+    "pd_end_layer": "pppppppppi",
     "pd_set_threads": "ipp",
     "pd_helped_ns": "p",
 }

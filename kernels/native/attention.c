@@ -4,6 +4,7 @@
  * segment, then the sum of V. All queries that share a KV head take their part while it is there. The order depends on
  * token numbers only, so neither the neighbours nor the places of the blocks change a bit.
  */
+#include "paged.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -124,40 +125,42 @@ INLINE void attend(const int group, const Segment *segment, const Segment *next,
 }
 
 typedef struct {
-    const float *q, *k_cache, *v_cache, *sinks;
-    const int64_t *rows, *lens, *tables;
-    int64_t q_stride, count, table_stride, block_size, heads, kv_heads, k_dim, v_dim, window;
+    const PagedLayer *layer;
+    const Sequences *sequences;
+    const float *q;
+    int64_t q_stride;
     int64_t parts; /* items of a sequence: 1, or one for each KV head */
-    float scale, softcap;
-    float *state, *out;
+    float *out;
 } Call;
 
-static int64_t first_token(const Call *call, int64_t sequence) {
-    int64_t len = call->lens[sequence];
-    return call->window && len > call->window ? len - call->window : 0;
+static int64_t first_token(const Call *call, int64_t s) {
+    const int64_t len = call->sequences->context_lens[s], window = call->layer->window;
+    return window && len > window ? len - window : 0;
 }
 
-static void find_segment(const Call *call, int64_t sequence, int64_t first, Segment *segment) {
-    const int64_t *table = call->tables + sequence * call->table_stride, left = call->lens[sequence] - first;
+static void find_segment(const Call *call, int64_t s, int64_t first, Segment *segment) {
+    const PagedLayer *layer = call->layer;
+    const int64_t *table = call->sequences->tables + s * call->sequences->table_stride;
+    const int64_t left = call->sequences->context_lens[s] - first;
     segment->tokens = left < SEGMENT ? left : SEGMENT;
-    int64_t block = first / call->block_size, offset = first % call->block_size;
+    int64_t block = first / layer->block_size, offset = first % layer->block_size;
     for (int64_t t = 0; t < segment->tokens; t++) {
-        int64_t slot = table[block] * call->block_size + offset;
-        segment->keys[t] = call->k_cache + slot * call->kv_heads * call->k_dim;
-        segment->values[t] = call->v_cache + slot * call->kv_heads * call->v_dim;
-        if (++offset == call->block_size) block++, offset = 0;
+        int64_t slot = table[block] * layer->block_size + offset;
+        segment->keys[t] = layer->k_cache + slot * layer->kv_heads * layer->k_dim;
+        segment->values[t] = layer->v_cache + slot * layer->kv_heads * layer->v_dim;
+        if (++offset == layer->block_size) block++, offset = 0;
     }
 }
 
 /* One segment for all queries of KV heads [first .. end). most, total [heads]; queries, mixed [heads, dim]. */
-static void attend_heads(const Call *call, const Segment *segment, const Segment *next, int64_t first, int64_t end,
-                         const float *queries, float *most, float *total, float *mixed) {
-    const int64_t shared = call->heads / call->kv_heads, k_dim = call->k_dim, v_dim = call->v_dim;
+static void attend_heads(const PagedLayer *layer, const Segment *segment, const Segment *next, int64_t first,
+                         int64_t end, const float *queries, float *most, float *total, float *mixed) {
+    const int64_t shared = layer->heads / layer->kv_heads, k_dim = layer->k_dim, v_dim = layer->v_dim;
     for (int64_t kv_head = first; kv_head < end; kv_head++)
         for (int64_t h = kv_head * shared, last = h + shared; h < last;) {
 #define ATTEND(group)                                                                                                \
-    attend(group, segment, next, kv_head *k_dim, kv_head *v_dim, queries + h * k_dim, k_dim, v_dim, call->scale,     \
-           call->softcap, most + h, total + h, mixed + h * v_dim);                                                   \
+    attend(group, segment, next, kv_head *k_dim, kv_head *v_dim, queries + h * k_dim, k_dim, v_dim, layer->scale,    \
+           layer->softcap, most + h, total + h, mixed + h * v_dim);                                                  \
     h += group;                                                                                                      \
     break
             switch (last - h) {
@@ -173,28 +176,29 @@ static void attend_heads(const Call *call, const Segment *segment, const Segment
 /* A sequence, or one KV head of it. While its last segment is worked on, what the next item begins with is fetched. */
 static void attend_item(void *context, int64_t item) {
     const Call *call = context;
-    const int64_t s = item / call->parts, part = item % call->parts, shared = call->heads / call->kv_heads;
-    const int64_t kv_first = call->parts == 1 ? 0 : part, kv_end = call->parts == 1 ? call->kv_heads : part + 1;
-    const int64_t first_head = kv_first * shared, end_head = kv_end * shared, v_dim = call->v_dim;
-    const float *queries = call->q + call->rows[s] * call->q_stride;
-    float *most = call->state + s * 2 * call->heads, *total = most + call->heads;
-    float *mixed = call->out + call->rows[s] * call->heads * v_dim;
+    const PagedLayer *layer = call->layer;
+    const int64_t s = item / call->parts, part = item % call->parts, shared = layer->heads / layer->kv_heads;
+    const int64_t kv_first = call->parts == 1 ? 0 : part, kv_end = call->parts == 1 ? layer->kv_heads : part + 1;
+    const int64_t first_head = kv_first * shared, end_head = kv_end * shared, v_dim = layer->v_dim;
+    const int64_t row = call->sequences->starts[s], len = call->sequences->context_lens[s];
+    const float *queries = call->q + row * call->q_stride;
+    float *mixed = call->out + row * layer->heads * v_dim, most[layer->heads], total[layer->heads];
     memset(mixed + first_head * v_dim, 0, (size_t)((end_head - first_head) * v_dim) * sizeof(float));
     for (int64_t h = first_head; h < end_head; h++) {
-        most[h] = call->sinks ? call->sinks[h] : -INFINITY;
-        total[h] = call->sinks ? 1.0f : 0.0f;
+        most[h] = layer->sinks ? layer->sinks[h] : -INFINITY;
+        total[h] = layer->sinks ? 1.0f : 0.0f;
     }
     Segment segments[2], *segment = segments, *next = segments + 1;
     find_segment(call, s, first_token(call, s), segment);
-    for (int64_t first = first_token(call, s); first < call->lens[s]; first += SEGMENT) {
+    for (int64_t first = first_token(call, s); first < len; first += SEGMENT) {
         next->tokens = 0;
-        if (first + SEGMENT < call->lens[s])
+        if (first + SEGMENT < len)
             find_segment(call, s, first + SEGMENT, next);
-        else if (call->parts == 1 && s + 1 < call->count)
+        else if (call->parts == 1 && s + 1 < call->sequences->count)
             find_segment(call, s + 1, first_token(call, s + 1), next);
         for (int64_t t = next->tokens; t < segment->tokens; t++) /* may point anywhere valid */
             next->keys[t] = segment->keys[t], next->values[t] = segment->values[t];
-        attend_heads(call, segment, next, kv_first, kv_end, queries, most, total, mixed);
+        attend_heads(layer, segment, next, kv_first, kv_end, queries, most, total, mixed);
         Segment *done = segment;
         segment = next, next = done;
     }
@@ -202,21 +206,8 @@ static void attend_item(void *context, int64_t item) {
         for (int64_t i = 0; i < v_dim; i++) mixed[h * v_dim + i] /= total[h];
 }
 
-/* `count` sequences with one query each: rows[i] of q and out, lens[i] tokens, table tables[i * table_stride ..].
- * Caches are [blocks, block_size, kv_heads, dim]. window, softcap: 0 for none. sinks [heads] or null.
- * state [count, 2, heads] is scratch. */
-EXPORT void pd_decode_attention(const float *q, int64_t q_stride, const float *k_cache, const float *v_cache,
-                                int64_t count, const int64_t *rows, const int64_t *lens, const int64_t *tables,
-                                int64_t table_stride, int64_t block_size, int64_t heads, int64_t kv_heads,
-                                int64_t k_dim, int64_t v_dim, float scale, int64_t window, float softcap,
-                                const float *sinks, float *state, float *out) {
-    Call call = {q, k_cache, v_cache, sinks, rows, lens, tables, q_stride, count, table_stride, block_size, heads,
-                 kv_heads, k_dim, v_dim, window, count < FEW && pd_may_be_helped() ? kv_heads : 1, scale, softcap, state, out};
-    pd_parallel(attend_item, &call, count * call.parts);
-}
-
-/* Copy rows of bytes to their slots: to[slots[i]] = from[i]. */
-EXPORT void pd_scatter_rows(char *to, const char *from, int64_t from_stride, const int64_t *slots, int64_t count,
-                            int64_t bytes) {
-    for (int64_t i = 0; i < count; i++) memcpy(to + slots[i] * bytes, from + i * from_stride, (size_t)bytes);
+void attend_singles(const PagedLayer *layer, const Sequences *sequences, const float *q, int64_t q_stride, float *out) {
+    const int64_t parts = sequences->count < FEW && pd_may_be_helped() ? layer->kv_heads : 1;
+    Call call = {layer, sequences, q, q_stride, parts, out};
+    pd_parallel(attend_item, &call, sequences->count * parts);
 }

@@ -2,6 +2,7 @@
  *
  * Nothing here mixes rows. Weights stay where the model has them; what a model has not is a null pointer.
  */
+#include "layer.h"
 #include "linear.h"
 #include "threads.h"
 #include "vector.h"
@@ -10,13 +11,13 @@
 
 #define ITEM_ROWS 16 /* of norms and rotary positions, which are next to nothing */
 
-typedef struct {
+struct Layer {
     int64_t hidden, heads, kv_heads, head_dim, inner; /* inner: width of the MLP */
     int64_t q_norm_size, k_norm_size;                 /* a norm's weight may span a head or all of them */
     float input_eps, post_eps, q_eps, k_eps;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     Projection q, k, v, o, gate, up, down;
-} Layer;
+};
 
 static void norm(const float *x, const float *weight, float eps, int64_t size, float *y) {
     vec squares = {0};

@@ -8,6 +8,7 @@
  * What a lane computes is ordered by key positions alone, and a key it may not see adds exactly nothing: so its bits do
  * not depend on the other lanes, nor on where the prompt was cut into chunks of more than one token.
  */
+#include "paged.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -24,16 +25,19 @@
 #define HIDDEN (-1e30f) /* finite, so that the difference of two is 0 */
 
 typedef struct {
-    const float *q, *k_cache, *v_cache, *sinks;
+    const PagedLayer *layer;
+    const Sequences *sequences;
+    const float *q;
+    int64_t q_stride;
     float *out;
-    const int64_t *starts, *query_lens, *context_lens, *tables;
-    int64_t q_stride, table_stride, block_size, heads, kv_heads, k_dim, v_dim, window;
-    float scale, softcap;
-} Job;
+} Call;
 
-/* A tile at work. queries [k_dim][TILE], scores [SEGMENT][TILE], mixed [v_dim][TILE]: columns are queries. */
+/* A tile at work: queries `from` .. `from` + `lanes` of a sequence's tokens x the heads of one KV head. Matrices
+ * queries [k_dim][TILE], scores [SEGMENT][TILE], mixed [v_dim][TILE] have a column for every query. */
 typedef struct {
-    int64_t lanes, first_key, last_key; /* of keys that any lane sees */
+    const PagedLayer *layer;
+    int64_t sequence, kv_head, from, lanes;
+    int64_t first_key, last_key; /* that any lane sees */
     float *queries, *scores, *mixed;
     const float *keys[SEGMENT], *values[SEGMENT]; /* of the KV head, for the tokens of a segment */
     float most[TILE], total[TILE], rescale[TILE];
@@ -165,73 +169,77 @@ INLINE void weigh(const int masked, Tile *tile, int64_t lane, int64_t first, int
 SPECIAL(1) SPECIAL(2) SPECIAL(3)
 
 /* One segment for all lanes of a tile that has `width` vectors of them. */
-INLINE void attend_segment(const int width, const Job *job, Tile *tile, int64_t first, int64_t tokens) {
-    int64_t i = 0;
-    for (int64_t t = 0; t < tokens; t += ROWS) (width == 1 ? score1 : width == 2 ? score2 : score3)(tile, t, job->k_dim);
+INLINE void attend_segment(const int width, Tile *tile, int64_t first, int64_t tokens) {
+    const PagedLayer *layer = tile->layer;
     const int64_t last = first + tokens - 1, youngest = tile->positions[tile->lanes - 1];
-    const int masked = last > tile->positions[0] || (job->window && first <= youngest - job->window);
+    const int masked = last > tile->positions[0] || (layer->window && first <= youngest - layer->window);
+    for (int64_t t = 0; t < tokens; t += ROWS) (width == 1 ? score1 : width == 2 ? score2 : score3)(tile, t, layer->k_dim);
     for (int64_t lane = 0; lane < width * LANES; lane += LANES)
         if (masked)
-            weigh(1, tile, lane, first, tokens, job->window, job->softcap);
+            weigh(1, tile, lane, first, tokens, layer->window, layer->softcap);
         else
-            weigh(0, tile, lane, first, tokens, job->window, job->softcap);
-    for (; i + ROWS <= job->v_dim; i += ROWS) (width == 1 ? mix1 : width == 2 ? mix2 : mix3)(tile, i, tokens);
-    for (; i < job->v_dim; i++) mix(width, 1, tile, i, tokens);
+            weigh(0, tile, lane, first, tokens, layer->window, layer->softcap);
+    int64_t i = 0;
+    for (; i + ROWS <= layer->v_dim; i += ROWS) (width == 1 ? mix1 : width == 2 ? mix2 : mix3)(tile, i, tokens);
+    for (; i < layer->v_dim; i++) mix(width, 1, tile, i, tokens);
 }
 
 /* Where the tokens of a segment lie. Up to the next multiple of ROWS the last one is repeated. */
-static void find_tokens(const Job *job, int64_t sequence, int64_t kv_head, int64_t first, int64_t tokens, Tile *tile) {
-    const int64_t *table = job->tables + sequence * job->table_stride;
-    int64_t block = first / job->block_size, offset = first % job->block_size;
+static void find_tokens(const int64_t *table, int64_t first, int64_t tokens, Tile *tile) {
+    const PagedLayer *layer = tile->layer;
+    int64_t block = first / layer->block_size, offset = first % layer->block_size;
     for (int64_t t = 0; t < tokens; t++) {
-        const int64_t row = (table[block] * job->block_size + offset) * job->kv_heads + kv_head;
-        tile->keys[t] = job->k_cache + row * job->k_dim;
-        tile->values[t] = job->v_cache + row * job->v_dim;
-        if (++offset == job->block_size) block++, offset = 0;
+        const int64_t row = (table[block] * layer->block_size + offset) * layer->kv_heads + tile->kv_head;
+        tile->keys[t] = layer->k_cache + row * layer->k_dim;
+        tile->values[t] = layer->v_cache + row * layer->v_dim;
+        if (++offset == layer->block_size) block++, offset = 0;
     }
     for (int64_t t = tokens; t % ROWS; t++) tile->keys[t] = tile->keys[tokens - 1];
 }
 
-/* Queries `from` .. `from` + tile->lanes of a sequence's tokens x heads of the group. */
-static void open_tile(const Job *job, int64_t sequence, int64_t kv_head, int64_t from, Tile *tile) {
-    const int64_t group = job->heads / job->kv_heads, dim = job->k_dim;
-    const int64_t before = job->context_lens[sequence] - job->query_lens[sequence];
+/* Lanes too many repeat the last one. */
+static void open_tile(const Call *call, Tile *tile) {
+    const PagedLayer *layer = tile->layer;
+    const Sequences *sequences = call->sequences;
+    const int64_t shared = layer->heads / layer->kv_heads, dim = layer->k_dim, first_row = sequences->starts[tile->sequence];
+    const int64_t before = sequences->context_lens[tile->sequence] - sequences->query_lens[tile->sequence];
     for (int64_t lane = 0; lane < TILE; lane += 4) {
         const float *queries[4];
-        for (int r = 0; r < 4; r++) { /* lanes too many repeat the last one */
-            const int64_t query = from + (lane + r < tile->lanes ? lane + r : tile->lanes - 1);
-            const int64_t row = query / group, head = kv_head * group + query % group;
-            queries[r] = job->q + (job->starts[sequence] + row) * job->q_stride + head * dim;
+        for (int r = 0; r < 4; r++) {
+            const int64_t query = tile->from + (lane + r < tile->lanes ? lane + r : tile->lanes - 1);
+            const int64_t row = query / shared, head = tile->kv_head * shared + query % shared;
+            queries[r] = call->q + (first_row + row) * call->q_stride + head * dim;
             tile->positions[lane + r] = (int32_t)(before + row);
-            tile->most[lane + r] = job->sinks ? job->sinks[head] : HIDDEN;
-            tile->total[lane + r] = job->sinks ? 1.0f : 0.0f;
+            tile->most[lane + r] = layer->sinks ? layer->sinks[head] : HIDDEN;
+            tile->total[lane + r] = layer->sinks ? 1.0f : 0.0f;
         }
         float *to = tile->queries + lane;
         int64_t i = 0;
         for (; i + 4 <= dim; i += 4) {
             vec4 part[4];
-            for (int r = 0; r < 4; r++) part[r] = load4(queries[r] + i) * job->scale;
+            for (int r = 0; r < 4; r++) part[r] = load4(queries[r] + i) * layer->scale;
             transpose4(part);
             for (int r = 0; r < 4; r++) store4(to + (i + r) * TILE, part[r]);
         }
         for (; i < dim; i++)
-            for (int r = 0; r < 4; r++) to[i * TILE + r] = queries[r][i] * job->scale;
+            for (int r = 0; r < 4; r++) to[i * TILE + r] = queries[r][i] * layer->scale;
     }
-    memset(tile->mixed, 0, (size_t)(job->v_dim * TILE) * sizeof(float));
+    memset(tile->mixed, 0, (size_t)(layer->v_dim * TILE) * sizeof(float));
     tile->last_key = tile->positions[tile->lanes - 1];
-    tile->first_key = job->window && tile->positions[0] >= job->window ? tile->positions[0] - job->window + 1 : 0;
+    tile->first_key = layer->window && tile->positions[0] >= layer->window ? tile->positions[0] - layer->window + 1 : 0;
 }
 
-static void close_tile(const Job *job, int64_t sequence, int64_t kv_head, int64_t from, const Tile *tile) {
-    const int64_t group = job->heads / job->kv_heads, dim = job->v_dim;
+static void close_tile(const Call *call, const Tile *tile) {
+    const PagedLayer *layer = tile->layer;
+    const int64_t shared = layer->heads / layer->kv_heads, dim = layer->v_dim;
     for (int64_t lane = 0; lane < tile->lanes; lane += 4) {
         const int64_t count = tile->lanes - lane < 4 ? tile->lanes - lane : 4;
         const vec4 total = load4(tile->total + lane);
         const float *mixed = tile->mixed + lane;
         float *out[4];
         for (int64_t r = 0; r < count; r++) {
-            const int64_t query = from + lane + r, row = job->starts[sequence] + query / group;
-            out[r] = job->out + (row * job->heads + kv_head * group + query % group) * dim;
+            const int64_t query = tile->from + lane + r, head = tile->kv_head * shared + query % shared;
+            out[r] = call->out + ((call->sequences->starts[tile->sequence] + query / shared) * layer->heads + head) * dim;
         }
         int64_t i = 0;
         for (; count == 4 && i + 4 <= dim; i += 4) {
@@ -245,53 +253,47 @@ static void close_tile(const Job *job, int64_t sequence, int64_t kv_head, int64_
     }
 }
 
-/* Lanes `from` on of one sequence and KV head. */
-static void attend_tile(const Job *job, int64_t sequence, int64_t kv_head, int64_t from, int64_t lanes) {
-    float scratch[(job->k_dim + job->v_dim + SEGMENT) * TILE] __attribute__((aligned(64)));
-    Tile tile = {.lanes = lanes, .queries = scratch};
-    tile.scores = tile.queries + job->k_dim * TILE;
+static void attend_tile(const Call *call, int64_t sequence, int64_t kv_head, int64_t from, int64_t lanes) {
+    const PagedLayer *layer = call->layer;
+    float scratch[(layer->k_dim + layer->v_dim + SEGMENT) * TILE] __attribute__((aligned(64)));
+    Tile tile = {.layer = layer, .sequence = sequence, .kv_head = kv_head, .from = from, .lanes = lanes};
+    tile.queries = scratch;
+    tile.scores = tile.queries + layer->k_dim * TILE;
     tile.mixed = tile.scores + SEGMENT * TILE;
-    open_tile(job, sequence, kv_head, from, &tile);
+    open_tile(call, &tile);
     for (int64_t first = tile.first_key, next; first <= tile.last_key; first = next) {
         next = (first / SEGMENT + 1) * SEGMENT;
         next = next <= tile.last_key ? next : tile.last_key + 1;
-        find_tokens(job, sequence, kv_head, first, next - first, &tile);
+        find_tokens(call->sequences->tables + sequence * call->sequences->table_stride, first, next - first, &tile);
         switch ((lanes + LANES - 1) / LANES) {
-        case 1: attend_segment(1, job, &tile, first, next - first); break;
-        case 2: attend_segment(2, job, &tile, first, next - first); break;
-        default: attend_segment(3, job, &tile, first, next - first); break;
+        case 1: attend_segment(1, &tile, first, next - first); break;
+        case 2: attend_segment(2, &tile, first, next - first); break;
+        default: attend_segment(3, &tile, first, next - first); break;
         }
     }
-    close_tile(job, sequence, kv_head, from, &tile);
+    close_tile(call, &tile);
 }
 
 /* Tiles in the order of sequences, then KV heads, then tokens: threads that take turns share K and V. */
 static void attend_item(void *context, int64_t item) {
-    const Job *job = context;
+    const Call *call = context;
+    const int64_t kv_heads = call->layer->kv_heads, shared = call->layer->heads / kv_heads;
     for (int64_t sequence = 0;; sequence++) {
-        const int64_t queries = job->query_lens[sequence] * (job->heads / job->kv_heads);
-        const int64_t tiles = (queries + TILE - 1) / TILE;
-        if (item < tiles * job->kv_heads) {
+        const int64_t queries = call->sequences->query_lens[sequence] * shared, tiles = (queries + TILE - 1) / TILE;
+        if (item < tiles * kv_heads) {
             const int64_t from = item % tiles * TILE;
-            attend_tile(job, sequence, item / tiles, from, queries - from < TILE ? queries - from : TILE);
+            attend_tile(call, sequence, item / tiles, from, queries - from < TILE ? queries - from : TILE);
             return;
         }
-        item -= tiles * job->kv_heads;
+        item -= tiles * kv_heads;
     }
 }
 
-/* `count` sequences: query_lens[i] rows of q and out from starts[i] on, the last of context_lens[i] tokens, whose table
- * is tables[i * table_stride ..]. Caches are [blocks, block_size, kv_heads, dim]; k_dim + v_dim must not exceed 2048.
- * window, softcap: 0 for none. sinks [heads] or null. */
-EXPORT void pd_prompt_attention(const float *q, int64_t q_stride, const float *k_cache, const float *v_cache,
-                                int64_t count, const int64_t *starts, const int64_t *query_lens,
-                                const int64_t *context_lens, const int64_t *tables, int64_t table_stride,
-                                int64_t block_size, int64_t heads, int64_t kv_heads, int64_t k_dim, int64_t v_dim,
-                                float scale, int64_t window, float softcap, const float *sinks, float *out) {
-    Job job = {q, k_cache, v_cache, sinks, out, starts, query_lens, context_lens, tables, q_stride, table_stride,
-               block_size, heads, kv_heads, k_dim, v_dim, window, scale, softcap};
+/* k_dim + v_dim must not exceed 2048: a tile lies on the stack. */
+void attend_chunks(const PagedLayer *layer, const Sequences *sequences, const float *q, int64_t q_stride, float *out) {
+    Call call = {layer, sequences, q, q_stride, out};
     int64_t items = 0;
-    for (int64_t sequence = 0; sequence < count; sequence++)
-        items += (query_lens[sequence] * (heads / kv_heads) + TILE - 1) / TILE * kv_heads;
-    pd_parallel(attend_item, &job, items);
+    for (int64_t s = 0; s < sequences->count; s++)
+        items += (sequences->query_lens[s] * (layer->heads / layer->kv_heads) + TILE - 1) / TILE * layer->kv_heads;
+    pd_parallel(attend_item, &call, items);
 }

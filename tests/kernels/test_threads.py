@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_native import attend_in_c, plan_step
+from pdserve.kernels.attention_native import attend_in_c, native_step, paged_layer
 from pdserve.kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
 from pdserve.kernels.threads import MOST_HELPERS, helped_seconds, set_helpers
 
@@ -93,8 +93,8 @@ def test_attention_has_the_same_bits_with_helpers(library: ctypes.CDLL, query_le
     tables = torch.randint(20, (len(query_lens), 43), generator=torch.Generator().manual_seed(3))
 
     def attend() -> Tensor:
-        plan = plan_step(query_lens, contexts, tables)
-        return attend_in_c(library, q, k_cache, v_cache, plan, scale=0.3, window=None, softcap=None, sinks=None)
+        layer = paged_layer(library, 6, k_cache, v_cache, scale=0.3, window=None, softcap=None, sinks=None)
+        return attend_in_c(layer, native_step(query_lens, contexts, tables), q, 17)
 
     alone = attend()
     assert alone.isfinite().all()

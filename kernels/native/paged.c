@@ -1,0 +1,40 @@
+/* Paged KV: written, attended to, and both as parts of a decoder layer in two calls. */
+#include "paged.h"
+#include "layer.h"
+#include "vector.h"
+
+EXPORT void pd_attend(const PagedLayer *layer, const Step *step, const float *q, int64_t q_stride, float *out) {
+    if (step->singles.count) attend_singles(layer, &step->singles, q, q_stride, out);
+    if (step->chunks.count) attend_chunks(layer, &step->chunks, q, q_stride, out);
+}
+
+static void scatter(float *cache, const int64_t *slots, int64_t rows, int64_t width, const float *from, int64_t stride) {
+    for (int64_t r = 0; r < rows; r++) memcpy(cache + slots[r] * width, from + r * stride, (size_t)width * sizeof(float));
+}
+
+EXPORT void pd_write_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, const float *k, int64_t k_stride,
+                        const float *v, int64_t v_stride) {
+    scatter(layer->k_cache, slots, rows, layer->kv_heads * layer->k_dim, k, k_stride);
+    scatter(layer->v_cache, slots, rows, layer->kv_heads * layer->v_dim, v, v_stride);
+}
+
+/* What a layer does up to having its K and V in the cache. qkv [rows, heads + 2 * kv_heads, head_dim] is kept for
+ * pd_end_layer; scratch [rows, hidden]; bytes: see layer.c. */
+EXPORT void pd_begin_layer(const Layer *weights, const PagedLayer *layer, const int64_t *slots, const float *hidden,
+                           const float *cos, const float *sin, int64_t rotary, float *qkv, float *scratch,
+                           void *bytes, int64_t rows) {
+    const int64_t q_width = layer->heads * layer->k_dim, kv_width = layer->kv_heads * layer->k_dim;
+    const int64_t stride = q_width + 2 * kv_width;
+    pd_attention_inputs(weights, hidden, cos, sin, rotary, qkv, scratch, bytes, rows);
+    pd_write_kv(layer, slots, rows, qkv + q_width, stride, qkv + q_width + kv_width, stride);
+}
+
+/* The rest of it: hidden becomes the layer's output. attended [rows, heads * head_dim], normed [rows, hidden] and
+ * inner [2, rows, width of the MLP] are scratch. */
+EXPORT void pd_end_layer(const Layer *weights, const PagedLayer *layer, const Step *step, const float *qkv,
+                         float *hidden, float *attended, float *normed, float *inner, void *bytes,
+                         int64_t rows) {
+    pd_attend(layer, step, qkv, (layer->heads + 2 * layer->kv_heads) * layer->k_dim, attended);
+    pd_attention_outputs(weights, attended, hidden, hidden, normed, bytes, rows);
+    pd_gated_mlp(weights, normed, hidden, inner, bytes, rows);
+}
