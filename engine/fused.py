@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
+from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection, Scratch
 from ..kernels.library import native
 from ..kernels.linear import linear
 from ..transfer.errors import UnsupportedModel
-from .hook import AttentionCall, attend
+from .hook import AttentionCall, Seat, seat_of
 from .probe import Observation, observe
 
 log = logging.getLogger(__name__)
@@ -50,15 +50,25 @@ class NativeLinear(nn.Linear):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in three calls of C around its attention. `original` still owns its float32 weights."""
+    """A decoder layer in a few calls of C. `original` still owns its float32 weights."""
 
-    def __init__(self, original: nn.Module, layer: DecoderLayer, attention: AttentionCall, own_mlp: bool) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        layer: DecoderLayer,
+        attention: AttentionCall,
+        seat: Seat,
+        scratch: Scratch,
+        *,
+        own_mlp: bool,
+    ) -> None:
         super().__init__()
         self.original = original
         self.layer = layer
         self._attention = attention  # what the original asks for, but for q, k and v
         self._own_mlp = own_mlp
-        self._config: Any = original.get_submodule("self_attn").config
+        self._seat = seat
+        self._scratch = scratch
 
     def __getattr__(self, name: str) -> Any:
         # The model asks a layer for what it decides by, such as its type of attention.
@@ -77,12 +87,20 @@ class FusedLayer(nn.Module):
                     setattr(parent, name, nn.Identity())  # nobody calls it
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
+        cos, sin = (part.contiguous() for part in position_embeddings)
+        attention = self._seat.attention
+        paged = None if self._own_mlp else attention.paged(self._attention)
+        if paged is not None:
+            hidden = hidden_states.contiguous()
+            self.layer.begin(paged.layer, paged.slots, hidden, cos, sin, self._scratch)
+            paged.written()
+            self.layer.end(paged.layer, paged.step, hidden, self._scratch)
+            return hidden
         hidden = hidden_states[0].contiguous()  # [num_tokens, hidden]
-        cos, sin = (part[0].contiguous() for part in position_embeddings)
-        q, k, v = self.layer.attention_inputs(hidden, cos, sin)
+        q, k, v = self.layer.attention_inputs(hidden, cos[0], sin[0])
         known = self._attention
         call = AttentionCall(q, k, v, known.scale, known.window, known.softcap, known.sinks)
-        total, normed = self.layer.attention_outputs(attend(self._config, call).contiguous(), hidden)
+        total, normed = self.layer.attention_outputs(attention.attend(call).contiguous(), hidden)
         if self._own_mlp:
             mixed: Tensor = self.original.get_submodule("mlp")(normed[None])
             return total[None] + mixed
@@ -134,11 +152,13 @@ def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[st
     if len(found) != len(calls):
         return {}
     layers: dict[str, FusedLayer] = {}
+    scratch = Scratch()
     for (name, child), call in zip(found, calls, strict=True):
         weights = _recognise(child, call)
         if weights is None:
             return {}
-        layers[name] = FusedLayer(child, DecoderLayer(weights, library), call, own_mlp=weights.mlp is None)
+        native_layer = DecoderLayer(weights, library)
+        layers[name] = FusedLayer(child, native_layer, call, seat_of(module), scratch, own_mlp=weights.mlp is None)
     for name, layer in layers.items():
         module.set_submodule(name, layer)
     return layers

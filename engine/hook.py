@@ -9,15 +9,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.attention_native import NativeStep, PagedLayer
 from ..transfer.errors import UnsupportedModel
 
 
@@ -37,41 +38,80 @@ class AttentionCall:
 # Tensors a layer may pass that change nothing here: positions are in q and k already.
 HARMLESS_TENSORS = {"s_aux", "position_ids"}
 
-AttentionHandler = Callable[[AttentionCall], Tensor]  # answers [num_tokens, heads, v_head_dim]
 
-_handlers: dict[str, weakref.WeakMethod[AttentionHandler]] = {}  # by the name under which each was installed
+class Attention(Protocol):
+    """Who computes a model's attention."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """One layer's, the layers of a step in their order: [num_tokens, heads, v_head_dim]."""
+        ...
+
+    def paged(self, known: AttentionCall) -> PagedCall | None:
+        """The next layer's, for a fused layer to compute itself; None if it is to call `attend` instead.
+
+        `known` holds that layer's settings.
+        """
+        ...
 
 
-def install(model: PreTrainedModel, handler: AttentionHandler) -> None:
-    """Route every attention of `model` to `handler`, a bound method. Raises UnsupportedModel if the class cannot.
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """A fused layer writes its KV to the slots, calls `written`, and computes the attention of the step."""
 
-    The registry lives as long as the process, so it must not keep the handler's owner (and its model) alive.
+    layer: PagedLayer
+    step: NativeStep
+    slots: Tensor  # [num_tokens] int64
+    written: Callable[[], None]
+
+
+class Seat:
+    """Where the attention of one model sits, and may be replaced."""
+
+    def __init__(self) -> None:
+        self.name = f"pdserve-{uuid4().hex}"
+        self._attention: weakref.ref[Attention] | None = None
+
+    def take(self, attention: Attention) -> None:
+        self._attention = weakref.ref(attention)
+
+    @property
+    def attention(self) -> Attention:
+        attention = None if self._attention is None else self._attention()
+        assert attention is not None, "the owner of this attention is gone"
+        return attention
+
+
+_seats: weakref.WeakKeyDictionary[PreTrainedModel, Seat] = weakref.WeakKeyDictionary()
+
+
+def seat_of(model: PreTrainedModel) -> Seat:
+    """The seat of a model in which attention has been installed."""
+    return _seats[model]
+
+
+def install(model: PreTrainedModel, attention: Attention) -> None:
+    """Route every attention of `model` to `attention`. Raises UnsupportedModel if the class cannot.
+
+    The registry of transformers lives as long as the process, so it must not keep `attention` (and its model) alive.
     """
-    name = f"pdserve-{uuid4().hex}"
-    method = weakref.WeakMethod(handler)
-    _handlers[name] = method
-
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        return _target(name)(_parse(module, query, key, value, attention_mask, kwargs)).unsqueeze(0), None
-
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _window_mark)
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
+    seat = _seats.get(model)
+    if seat is None:
+        seat = _seats[model] = Seat()
+        _register(seat)
+    seat.take(attention)
+    model.set_attn_implementation(seat.name)
+    if model.config._attn_implementation != seat.name:
         raise UnsupportedModel(f"{type(model).__name__}: its attention does not go through the attention interface")
 
 
-def _target(name: str) -> AttentionHandler:
-    handler = _handlers[name]()
-    assert handler is not None, "the owner of this attention is gone"
-    return handler
+def _register(seat: Seat) -> None:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        return seat.attention.attend(_parse(module, query, key, value, attention_mask, kwargs)).unsqueeze(0), None
 
-
-def attend(config: PreTrainedConfig, call: AttentionCall) -> Tensor:  # [num_tokens, heads, v_head_dim]
-    """What a layer of ours does in place of transformers' own: ask the handler installed in the model of `config`."""
-    return _target(config._attn_implementation)(call)
+    ALL_ATTENTION_FUNCTIONS.register(seat.name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(seat.name, _window_mark)
 
 
 def _window_mark(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -42,6 +42,9 @@ class _Recorder:
             ]
         )
 
+    def paged(self, known: AttentionCall) -> None:
+        return None
+
 
 @torch.inference_mode()
 def probe_layers(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], int]:
@@ -56,7 +59,7 @@ def probe_layers(module: PreTrainedModel) -> tuple[tuple[LayerShape, ...], int]:
     recorder = _Recorder()
     try:
         expected = torch.cat([_logits(module, part, torch.arange(len(part))) for part in torch.split(ids, PROBE_LENS)])
-        install(module, recorder.attend)
+        install(module, recorder)
         found = _logits(module, ids, torch.cat([torch.arange(length) for length in PROBE_LENS]))
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
@@ -118,7 +121,7 @@ def observe(module: PreTrainedModel, max_model_len: int) -> Observation:
     What depends on the position, and starts to matter only late, shows.
     """
     recorder = _Recorder()
-    install(module, recorder.attend)
+    install(module, recorder)
     early, late = PROBE_LENS
     positions = torch.cat([torch.arange(early), torch.arange(late) + max(0, max_model_len - late)])
     return Observation(recorder.calls, _logits(module, _probe_ids(module), positions))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import AttentionBatch, DecodeBatch, decode_attention, paged_attention
+from ..kernels.attention_native import PagedLayer, library_for, paged_layer
 from ..kernels.cache_ops import write_kv
 from .block_pool import BlockPool
 from .head import Head
-from .hook import AttentionCall, install
+from .hook import AttentionCall, PagedCall, install
 from .kv_cache import KVCache
 from .model import LoadedModel
 
@@ -51,8 +52,9 @@ class Runner:
         self.on_layer = on_layer
         self._batch: AttentionBatch | DecodeBatch | None = None
         self._layer = 0
+        self._layers: dict[int, PagedLayer] = {}  # as fused layers use them, by number
         self.head = Head(model.module)
-        install(model.module, self._attend)
+        install(model.module, self)
 
     def warm_up(self, pool: BlockPool) -> None:
         """Read a prompt of two tokens and decode behind it, before anybody is told that this worker is ready."""
@@ -122,7 +124,29 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _attend(self, call: AttentionCall) -> Tensor:
+    def paged(self, known: AttentionCall) -> PagedCall | None:
+        """See `hook.Attention`."""
+        batch, layer = self._batch, self._layer
+        if not isinstance(batch, AttentionBatch):
+            return None
+        paged = self._layers.get(layer)
+        if paged is None:
+            k_cache, v_cache = self.cache.keys[layer], self.cache.values[layer]
+            library = library_for(known.q, k_cache, v_cache)
+            if library is None:
+                return None
+            paged = self._layers[layer] = paged_layer(
+                library, known.q.shape[1], k_cache, v_cache,
+                scale=known.scale, window=known.window, softcap=known.softcap, sinks=known.sinks,
+            )  # fmt: skip
+        return PagedCall(paged, batch.native_step(), batch.slots, self._written)
+
+    def _written(self) -> None:
+        self._layer += 1
+        self.on_layer(self._layer - 1)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `hook.Attention`."""
         batch = self._batch
         assert batch is not None, "attention outside of a step"
         layer = self._layer

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .attention_cpu import Workspace, attend_decode_on_cpu, attend_on_cpu
+from .attention_native import NativeStep, native_step
 from .attention_plan import GpuPlan, default_num_splits, plan_fixed, plan_step
 
 
@@ -24,6 +25,11 @@ class AttentionBatch:
     block_size: int
     workspace: Workspace = field(default_factory=Workspace, init=False)  # what the layers of this step share
     plans: dict[int, GpuPlan] = field(default_factory=dict, init=False)  # the same, on a GPU, by number of KV heads
+
+    def native_step(self) -> NativeStep:
+        if self.workspace.native is None:
+            self.workspace.native = native_step(self.query_lens, self.context_lens, self.block_tables)
+        return self.workspace.native
 
     def plan(self, kv_heads: int) -> GpuPlan:
         if kv_heads not in self.plans:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .attention_native import NativeStep, PagedLayer
 from .quantized import CProjection, PackedWeight, scratch_bytes
 
 
@@ -108,6 +109,26 @@ def _c_layer(weights: LayerWeights) -> _CLayer:
     return layer
 
 
+class Scratch:
+    """Memory that layers use one after another, so that it stays in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def rooms(self, rows: int, layer: _CLayer, quantized_inputs: int) -> tuple[int, int, int, int, int | None]:
+        """Addresses of qkv, attended, normed, inner and bytes of native/paged.c. The last is None without a width."""
+        width = layer.heads * layer.head_dim
+        floats = width + 2 * layer.kv_heads * layer.head_dim, max(width, layer.hidden), layer.hidden, 2 * layer.inner
+        num_bytes = 4 * rows * sum(floats) + (scratch_bytes(rows, quantized_inputs) if quantized_inputs else 0)
+        if self._memory.shape[0] < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        first = self._memory.data_ptr()
+        second = first + 4 * rows * floats[0]
+        third = second + 4 * rows * floats[1]
+        fourth = third + 4 * rows * floats[2]
+        return first, second, third, fourth, fourth + 4 * rows * floats[3] if quantized_inputs else None
+
+
 class DecoderLayer:
     """One layer, ready to be called. A row's bits do not depend on the other rows."""
 
@@ -152,6 +173,29 @@ class DecoderLayer:
             None if room is None else room.data_ptr(), len(hidden),
         )  # fmt: skip
         return total, normed
+
+    def begin(
+        self,
+        layer: PagedLayer,
+        slots: Tensor,  # [rows] int64
+        hidden: Tensor,  # [.., rows, hidden] contiguous
+        cos: Tensor,  # [.., rows, rotary dims] contiguous, halves alike
+        sin: Tensor,  # the same
+        scratch: Scratch,
+    ) -> None:
+        """Up to having K and V in the cache. `end` must follow, with the same scratch."""
+        rows = slots.shape[0]
+        qkv, attended, _, _, room = scratch.rooms(rows, self._layer, self._most_inputs)
+        self._library.pd_begin_layer(
+            self._pointer, layer.pointer, slots.data_ptr(), hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            cos.shape[-1], qkv, attended, room, rows,
+        )  # fmt: skip
+
+    def end(self, layer: PagedLayer, step: NativeStep, hidden: Tensor, scratch: Scratch) -> None:
+        """Attention and everything behind it: `hidden`, as given to `begin`, becomes the layer's output."""
+        rows = hidden.shape[-2]
+        rooms = scratch.rooms(rows, self._layer, self._most_inputs)
+        self._library.pd_end_layer(self._pointer, layer.pointer, step.pointer, *rooms, hidden.data_ptr(), rows)
 
     def add_mlp(
         self,

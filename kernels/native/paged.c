@@ -32,7 +32,7 @@ EXPORT void pd_begin_layer(const Layer *weights, const PagedLayer *layer, const 
 /* The rest of it: hidden becomes the layer's output. attended [rows, heads * head_dim], normed [rows, hidden] and
  * inner [2, rows, width of the MLP] are scratch. */
 EXPORT void pd_end_layer(const Layer *weights, const PagedLayer *layer, const Step *step, const float *qkv,
-                         float *hidden, float *attended, float *normed, float *inner, void *bytes,
+                         float *attended, float *normed, float *inner, void *bytes, float *hidden,
                          int64_t rows) {
     pd_attend(layer, step, qkv, (layer->heads + 2 * layer->kv_heads) * layer->k_dim, attended);
     pd_attention_outputs(weights, attended, hidden, hidden, normed, bytes, rows);

@@ -83,6 +83,26 @@ def test_fused_logits_equal_those_of_the_models_own_modules(
 
 
 @pytest.mark.parametrize("family", WHOLE)
+def test_whole_layers_do_their_attention_themselves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(build(family))
+    monkeypatch.setattr(Runner, "attend", None)
+    run(loaded, CHUNKS)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
+def test_the_hook_sees_each_layer_when_its_kv_is_written(family: str) -> None:
+    loaded = load(build(family))
+    cache = poisoned_cache(loaded, 24, 4)
+    seen = []
+
+    def on_layer(layer: int) -> None:
+        seen.append((layer, bool(cache.keys[layer][[2, 10, 6]].isfinite().all())))
+
+    Runner(loaded, cache, on_layer).forward([Chunk(prompts([12])[0], 0, [2, 10, 6], True)])
+    assert seen == [(layer, True) for layer in range(4)]
+
+
+@pytest.mark.parametrize("family", WHOLE)
 def test_a_decoding_sequence_has_the_same_logits_to_the_bit_alone_and_beside_others(family: str) -> None:
     loaded = load(build(family))
     together = run(loaded, CHUNKS)
