@@ -18,6 +18,7 @@ from .device_report import Check, Setting, describe_device, outcome, table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECTIONS = {  # in this order
+    "attention": "pdserve.bench.device_kernels",
     "decode step": "pdserve.bench.device_step",
     "pair": "pdserve.bench.device_pair",
 }

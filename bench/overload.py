@@ -149,9 +149,7 @@ class Overload:
         clients = 1
         while clients <= MAX_CONCURRENCY:
             run = Run(self._client)
-            await run.closed_loop(
-                self._plan(f"ramp/{clients}"), concurrency=clients, duration_s=self._config.ramp_s
-            )
+            await run.closed_loop(self._plan(f"ramp/{clients}"), concurrency=clients, duration_s=self._config.ramp_s)
             took_s = max(record.ended_s for record in run.records) - run.started_s
             good = sum(map(limits.good, run.records))
             found.append((clients, good / len(run.records), good / took_s))

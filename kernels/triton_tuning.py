@@ -8,7 +8,8 @@ or the first of the set, is taken.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +36,18 @@ class Tiles:
 
 
 _chosen: dict[Hashable, Tiles] = {}
+_measuring = True
+
+
+@contextmanager
+def without_measuring() -> Iterator[None]:
+    """What has no tiles yet takes the first of the set meanwhile."""
+    global _measuring
+    _measuring = False
+    try:
+        yield
+    finally:
+        _measuring = True
 
 
 def choose(
@@ -46,7 +59,7 @@ def choose(
     """The fastest of the candidates for what `prepare` returns; those that the device has no room for fall out."""
     if key in _chosen:
         return _chosen[key]
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if not _measuring or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return candidates[0]
     run = prepare()
     times_ms: dict[Tiles, float] = {}
