@@ -75,6 +75,12 @@ class Speeds:
         left_s = (self._limits.slo_s or ITL_BUDGET_S) - self.step_s(running)
         return int(left_s / self._cost_s) if self._cost_s else 0
 
+    def _keeps_slo(self, running: int, chunk: int) -> bool:
+        """What a prompt costs is learned by computing some of one: until then, there only has to be time left."""
+        if self._limits.slo_s is None or self.step_s(running) >= self._limits.slo_s:
+            return False
+        return not self._cost_s or self._affordable_tokens(running) >= chunk
+
     @property
     def _cost_s(self) -> float:
         """Of a prompt's token in a small chunk; 0 while nothing is known."""
@@ -88,6 +94,6 @@ class Speeds:
             prompt_tokens_per_s=self._alone.per_s or 0.0,
             step_s=self.step_s(running),
             beside_tokens_per_s=chunk / length_s if self._cost_s else 0.0,
-            keeps_slo=self._limits.slo_s is not None and self._affordable_tokens(company) >= chunk,
+            keeps_slo=self._keeps_slo(company, chunk),
             streaming_s=streaming_s,
         )

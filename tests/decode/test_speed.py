@@ -51,10 +51,19 @@ def test_a_block_goes_even_if_it_does_not_fit_and_is_not_called_fitting() -> Non
     assert not speeds.report(4, 1.0).keeps_slo
 
 
-def test_nothing_keeps_an_slo_that_was_not_given_or_not_measured() -> None:
+def test_nothing_keeps_an_slo_that_was_not_given() -> None:
     assert not seen(None).report(1, 1.0).keeps_slo
-    fresh = Speeds(ChunkLimits(MOST, BLOCK, 10.0)).report(0, 0.0)
-    assert (fresh.keeps_slo, fresh.prompt_tokens_per_s, fresh.beside_tokens_per_s, fresh.step_s) == (False, 0, 0, 0)
+
+
+def test_a_worker_that_has_measured_no_prompt_yet_says_so_and_may_do_one_to_learn_its_cost() -> None:
+    speeds = Speeds(ChunkLimits(MOST, BLOCK, 0.03))
+    fresh = speeds.report(0, 0.0)
+    assert (fresh.prompt_tokens_per_s, fresh.beside_tokens_per_s, fresh.step_s) == (0, 0, 0)
+    for running in (1, 12):
+        speeds.measured(running, 0, took(running, 0))
+    assert speeds.report(1, 1.0).keeps_slo
+    assert not speeds.report(12, 1.0).keeps_slo, "it has no time left at all"
+    assert speeds.chunk_tokens(1) == BLOCK
 
 
 def test_report_says_how_fast_prompts_are_alone_and_beside_what_runs() -> None:

@@ -37,7 +37,7 @@ from pdserve.transfer.messages import (
     Tokens,
     WorkerHeartbeat,
 )
-from pdserve.transfer.reports import Family, Link, Sample
+from pdserve.transfer.reports import Family, Link, Sample, Speed
 
 FINGERPRINT = "f" * 64
 MODEL = "m"
@@ -142,12 +142,17 @@ class FakeWorker:
                     self.beat()
             await asyncio.sleep(0.003)
 
+    @property
+    def speed(self) -> Speed:
+        return Speed()
+
     def beat(self) -> None:
+        speed = self.speed
         self.dealer.send(
             WorkerHeartbeat(
                 seen_seq=self._seen_seq, live=sorted(self.live), ready=self.ready, free_blocks=self.num_blocks,
                 held_blocks=len(self.live), running=len(self.live), waiting=0, queued_tokens=self.queued_tokens,
-                draining=self.draining, links=self.decode_links, metrics=self.families,
+                draining=self.draining, links=self.decode_links, metrics=self.families, speed=speed,
             )
         )  # fmt: skip
 

@@ -1,82 +1,23 @@
-"""Overload in small: a real gateway without its HTTP side, and workers that take their time but compute nothing.
-
-Prefill computes one prompt after another; a decode step costs a fixed time and some for each sequence in it.
-"""
+"""Overload in small: a real gateway without its HTTP side, and workers that take their time but compute nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.dispatch import Objectives
-from pdserve.transfer.messages import Message, Prefill
-from tests.gateway.fake_worker import FakeDecode, FakePrefill, FakeWorker
-from tests.gateway.harness import Sink, System, running_system
+from tests.gateway.harness import System, running_system
+from tests.gateway.timed_workers import TimedDecode, TimedPrefill, TimedSink
 
-PREFILL_TOKENS_PER_S = 1000.0
-STEP_S, SEQUENCE_STEP_S = 0.02, 0.002
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 16
 TTFT_SLO_S, TPOT_SLO_S = 0.6, 0.08
 RATE_PER_S = 6.0  # sustainable: prefill can do 10
 DURATION_S = 5.0
-
-
-@dataclass(eq=False)
-class TimedDecode(FakeDecode):
-    next_step_s: float = 0.0
-
-    def step(self) -> None:
-        now = time.monotonic()
-        if not self.started:
-            self.next_step_s = 0.0
-        elif self.next_step_s == 0.0:
-            self.next_step_s = now + self._step_s()
-        elif now >= self.next_step_s:
-            super().step()
-            self.next_step_s = now + self._step_s()
-
-    def _step_s(self) -> float:
-        return STEP_S + SEQUENCE_STEP_S * len(self.started)
-
-
-@dataclass(eq=False)
-class TimedPrefill(FakePrefill):
-    waiting: list[Prefill] = field(default_factory=list)
-    done_s: float = 0.0
-
-    def handle(self, message: Message) -> None:
-        if isinstance(message, Prefill):
-            self.live.add((message.request, message.attempt))
-            self.waiting.append(message)
-            if len(self.waiting) == 1:
-                self._begin()
-            return
-        FakeWorker.handle(self, message)
-        self.waiting = [m for m in self.waiting if (m.request, m.attempt) in self.live]
-
-    def _begin(self) -> None:
-        self.done_s = time.monotonic() + len(self.waiting[0].prompt) / PREFILL_TOKENS_PER_S
-
-    def step(self) -> None:
-        if self.waiting and time.monotonic() >= self.done_s:
-            FakePrefill.handle(self, self.waiting.pop(0))
-            if self.waiting:
-                self._begin()
-
-
-@dataclass
-class TimedSink(Sink):
-    times: list[float] = field(default_factory=list)
-
-    def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
-        self.times.append(time.monotonic())
-        return super().token(choice, token, finish)
 
 
 async def is_good(system: System) -> bool:

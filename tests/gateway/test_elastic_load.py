@@ -1,0 +1,163 @@
+"""The elastic split under load, simulated: a real gateway, and workers that take the time real ones would need.
+
+Costs are those of the demo model on one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.harness import System, running_system, until
+from tests.gateway.timed_workers import BLOCK_TOKENS, Costs, TimedDecode, TimedPrefill, TimedSink
+
+COSTS = Costs(token_s=0.0016, beside_s=0.002, step_s=0.02, sequence_s=0.0012)
+CHUNK_TOKENS = 64  # so that a handed-over stream does not wait long for the end of a step
+ROOM = {"max_sequences": 64, "num_blocks": 4096}
+
+
+@dataclass
+class Counts:
+    choices: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ratios: list[float] = field(default_factory=list)
+
+    def count_choice(self, where: str, reason: str) -> None:
+        self.choices[where, reason] += 1
+
+    def observe_prediction(self, where: str, predicted_s: float, observed_s: float) -> None:
+        self.ratios.append(observed_s / predicted_s)
+
+
+@dataclass
+class Cores:
+    """A system of two cores: a prefill and a decode worker, or two decode workers."""
+
+    system: System
+    decodes: list[TimedDecode]
+    prefill: TimedPrefill | None
+    counts: Counts
+
+    async def ask(self, prompt_tokens: int, max_tokens: int) -> list[float]:
+        """When its tokens came, on the clock of `time.monotonic`."""
+        sink = TimedSink()
+        request, _ = self.system.request(prompt_tokens=prompt_tokens, max_tokens=max_tokens, sink=sink)
+        request._chain = []  # all prompts here are the same, but must not count as cached
+        await request.run()
+        return sink.times
+
+    async def burst(self, count: int, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
+        """So many requests at once: (median TTFT, seconds until all are answered)."""
+        began = time.monotonic()
+        answers = await asyncio.gather(*(self.ask(prompt_tokens, max_tokens) for _ in range(count)))
+        return statistics.median(times[0] - began for times in answers), time.monotonic() - began
+
+
+@asynccontextmanager
+async def two_cores(directory: Path, *, split: bool, slo_s: float | None = None) -> AsyncIterator[Cores]:
+    directory.mkdir(exist_ok=True)
+    async with running_system(directory, max_queue=1000, queue_timeout_s=30.0) as system:
+        counts = system.dispatcher._counts = Counts()
+
+        def decode(name: str) -> TimedDecode:
+            worker = TimedDecode(
+                system.context, system.pool.address, name, costs=COSTS, slo_s=slo_s, chunk_tokens=CHUNK_TOKENS, **ROOM
+            )
+            system.start(worker)
+            return worker
+
+        prefill = None
+        decodes = [decode("d0")]
+        if split:
+            prefill = TimedPrefill(
+                system.context, system.pool.address, "p0", decodes=list(decodes), token_s=COSTS.token_s, **ROOM
+            )
+            system.start(prefill)
+            await system.linked(1)
+        else:
+            decodes.append(decode("d1"))
+        await system.ready(2)
+        yield Cores(system, decodes, prefill, counts)
+        await system.idle()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("count", "prompt_tokens", "max_tokens"), [(8, 400, 16), (12, 200, 8)])
+async def test_burst_is_shared_and_no_slower_than_on_two_unsplit_cores(
+    tmp_path: Path, count: int, prompt_tokens: int, max_tokens: int
+) -> None:
+    async with two_cores(tmp_path / "split", split=True) as split, two_cores(tmp_path / "both", split=False) as both:
+        (ttft_s, all_s), (unsplit_ttft_s, unsplit_s) = await asyncio.gather(
+            split.burst(count, prompt_tokens, max_tokens), both.burst(count, prompt_tokens, max_tokens)
+        )
+        print(f"split {ttft_s:.2f} {all_s:.2f}, unsplit {unsplit_ttft_s:.2f} {unsplit_s:.2f}", split.counts)
+        assert unsplit_ttft_s / ttft_s >= 0.95
+        assert unsplit_s / all_s >= 0.95
+        helped = {reason for where, reason in split.counts.choices if where == "decode"}
+        assert helped <= {"idle", "same_burst"}
+        assert "idle" in helped
+
+
+async def streaming(cores: Cores, count: int, max_tokens: int) -> list[asyncio.Task[list[float]]]:
+    """Streams that flow by now."""
+    tasks = [asyncio.create_task(cores.ask(20, max_tokens)) for _ in range(count)]
+    await until(lambda: len(cores.decodes[0].started) == count)
+    await until(lambda: cores.system.pool.workers[cores.decodes[0].worker].streams_since() is not None)
+    cores.decodes[0].steps.clear()
+    cores.counts.choices.clear()
+    return tasks
+
+
+@pytest.mark.timeout(60)
+async def test_streams_that_flow_are_not_slowed_by_an_overload_of_prompts(tmp_path: Path) -> None:
+    async with two_cores(tmp_path, split=True) as cores:
+        background = await streaming(cores, 3, 100)
+        await cores.burst(5, 150, 2)
+        assert not any(task.done() for task in background), "they flow all the time"
+        assert not [step for step in cores.decodes[0].steps if step.prompt_tokens]
+        assert {where for where, _ in cores.counts.choices} == {"prefill"}
+        assert cores.counts.choices["prefill", "itl_budget"] >= 4
+        await asyncio.gather(*background)
+
+
+@pytest.mark.timeout(60)
+async def test_with_an_itl_slo_decode_helps_and_no_step_exceeds_it_by_more_than_a_block(tmp_path: Path) -> None:
+    slo_s = 0.07
+    async with two_cores(tmp_path, split=True, slo_s=slo_s) as cores:
+        background = await streaming(cores, 3, 100)
+        await cores.burst(5, 150, 2)
+        assert not any(task.done() for task in background), "they flow all the time"
+        beside = [step for step in cores.decodes[0].steps if step.running]
+        assert max(step.length_s for step in beside) <= slo_s + BLOCK_TOKENS * COSTS.beside_s
+        assert cores.counts.choices["decode", "within_slo"] >= 1
+        assert sum(step.prompt_tokens for step in beside) >= 150
+        await asyncio.gather(*background)
+
+
+@pytest.mark.timeout(60)
+async def test_requests_that_wait_for_a_frozen_prefill_worker_are_computed_by_decode(tmp_path: Path) -> None:
+    async with two_cores(tmp_path, split=True) as cores:
+        assert cores.prefill is not None
+        background = await streaming(cores, 1, 100)
+        cores.prefill.frozen = True
+        await cores.burst(4, 100, 2)
+        assert cores.counts.choices["decode", "no_prefill"] == 4
+        await asyncio.gather(*background)
+        cores.prefill.kill()
+
+
+@pytest.mark.timeout(60)
+async def test_times_to_first_tokens_are_as_predicted(tmp_path: Path) -> None:
+    async with two_cores(tmp_path, split=True) as cores:
+        for _ in range(3):
+            await cores.burst(2, 200, 2)
+        assert {where for where, _ in cores.counts.choices} == {"prefill", "decode"}
+        assert len(cores.counts.ratios) >= 3, "as soon as both speeds are known"
+        assert 0.6 <= statistics.median(cores.counts.ratios) <= 1.7

@@ -1,0 +1,179 @@
+"""Workers that take their time but compute nothing, with the scheduling of real ones: what a load does to a system,
+without the machine it would need.
+
+Prefill computes one prompt after another. A decode step takes a fixed time, some for each sequence in it, and some
+for each token of the prompt that it computes a part of; how large that part is, the real `Speeds` says.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pdserve.decode.speed import ChunkLimits, Speeds
+from pdserve.engine.rate import Rate
+from pdserve.transfer.messages import Cancel, Message, Prefill, Tokens
+from pdserve.transfer.reports import Speed
+from tests.gateway.fake_worker import FakeDecode, FakePrefill, FakeWorker, Key, token_at
+from tests.gateway.harness import Sink
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one core. `beside_s`: of a prompt's token in a step with others, where chunks are small."""
+
+    token_s: float = 0.001
+    beside_s: float = 0.001
+    step_s: float = 0.02
+    sequence_s: float = 0.002
+
+    def step(self, running: int, prompt_tokens: int) -> float:
+        if not running:
+            return self.token_s * prompt_tokens
+        return self.step_s + self.sequence_s * running + self.beside_s * prompt_tokens
+
+
+@dataclass(frozen=True)
+class Step:
+    running: int
+    prompt_tokens: int
+    length_s: float
+
+
+@dataclass(eq=False)
+class TimedDecode(FakeDecode):
+    """`steps`: what it did. A step that ends late, since this process was busy, does not delay the next one."""
+
+    costs: Costs = field(default_factory=Costs)
+    slo_s: float | None = None
+    chunk_tokens: int = 256
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.speeds = Speeds(ChunkLimits(self.chunk_tokens, BLOCK_TOKENS, self.slo_s))
+        self.missing: dict[Key, int] = {}  # prompts computed here, in order
+        self.since: dict[Key, float] = {}  # when streams began
+        self._running: set[Key] = set()
+        self._chunk = 0
+        self._ends_s: float | None = None
+
+    def handle(self, message: Message) -> None:
+        super().handle(message)
+        if isinstance(message, Cancel):
+            self._forget()
+
+    def start(self, key: Key) -> None:
+        """It was reserved to be computed here, or has been handed over."""
+        job = self.jobs[key]
+        if job.local_prefill == "always" and not any(job.outputs):
+            self.missing[key] = len(job.prompt)
+        else:
+            self._stream(key)
+
+    def _stream(self, key: Key) -> None:
+        """The first token is known."""
+        super().start(key)
+        if key not in self.started:
+            return
+        self.since[key] = time.monotonic()
+        if not any(self.started[key]):
+            token = token_at(len(self.jobs[key].prompt))
+            self.started[key] = [[token]]
+            self.dealer.send(Tokens([(*key, 0, 0, token, "")]))
+
+    def step(self) -> None:
+        now = time.monotonic()
+        if self._ends_s is None:
+            self._begin(now)
+        elif now >= self._ends_s:
+            ended_s = self._ends_s
+            self._end()
+            self._begin(ended_s)
+
+    def _begin(self, now: float) -> None:
+        self._running = set(self.started)
+        expecting = bool(self.live - self.started.keys() - self.missing.keys())
+        most = self.speeds.chunk_tokens(len(self._running), expecting=expecting)
+        self._chunk = min(next(iter(self.missing.values()), 0), most)
+        if not self._running and not self._chunk:
+            self._ends_s = None
+            return
+        length_s = self.costs.step(len(self._running), self._chunk)
+        self.steps.append(Step(len(self._running), self._chunk, length_s))
+        self.speeds.measured(len(self._running), self._chunk, length_s)
+        self._ends_s = now + length_s
+
+    def _end(self) -> None:
+        """Every sequence that was in the step gets its token, and the prompt may be complete."""
+        others = {key: outputs for key, outputs in self.started.items() if key not in self._running}
+        self.started = {key: outputs for key, outputs in self.started.items() if key in self._running}
+        super().step()
+        self.started |= others
+        if self._chunk and self.missing:
+            key, missing = next(iter(self.missing.items()))
+            self.missing[key] = missing - self._chunk
+            if self.missing[key] <= 0:
+                del self.missing[key]
+                self._stream(key)
+        self._forget()
+
+    def _forget(self) -> None:
+        for held in (self.missing, self.since, self.started):
+            for key in held.keys() - self.live:
+                del held[key]
+
+    @property
+    def speed(self) -> Speed:
+        self.queued_tokens = sum(self.missing.values())
+        streaming_s = time.monotonic() - min(self.since.values()) if self.since else 0.0
+        return self.speeds.report(len(self.started), streaming_s)
+
+
+@dataclass(eq=False)
+class TimedPrefill(FakePrefill):
+    token_s: float = Costs().token_s
+    waiting: list[Prefill] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rate = Rate()
+        self._ends_s = 0.0
+
+    def handle(self, message: Message) -> None:
+        if isinstance(message, Prefill):
+            self.live.add((message.request, message.attempt))
+            self.waiting.append(message)
+            if len(self.waiting) == 1:
+                self._begin(time.monotonic())
+            return
+        FakeWorker.handle(self, message)
+        self.waiting = [m for m in self.waiting if (m.request, m.attempt) in self.live]
+
+    def _begin(self, now: float) -> None:
+        self._ends_s = now + len(self.waiting[0].prompt) * self.token_s
+
+    def step(self) -> None:
+        if self.waiting and time.monotonic() >= self._ends_s:
+            done = self.waiting.pop(0)
+            self.rate.add(len(done.prompt), len(done.prompt) * self.token_s)
+            FakePrefill.handle(self, done)
+            if self.waiting:
+                self._begin(self._ends_s)
+
+    @property
+    def speed(self) -> Speed:
+        left = max(self._ends_s - time.monotonic(), 0.0) / self.token_s
+        self.queued_tokens = sum(len(m.prompt) for m in self.waiting[1:]) + round(left if self.waiting else 0)
+        return Speed(prompt_tokens_per_s=self.rate.per_s or 0.0)
+
+
+@dataclass
+class TimedSink(Sink):
+    times: list[float] = field(default_factory=list)
+
+    def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
+        self.times.append(time.monotonic())
+        return super().token(choice, token, finish)
