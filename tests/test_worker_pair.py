@@ -119,6 +119,28 @@ def test_a_decode_worker_alone_computes_the_prompt_itself(rig: Rig, golden: list
     settle(rig, decode)
 
 
+@pytest.mark.parametrize("itl_slo_s", [None, 0.001, 10.0])
+def test_prompts_computed_by_decode_beside_streams_that_were_handed_over_have_the_same_tokens(
+    rig: Rig, golden: list[list[int]], itl_slo_s: float | None
+) -> None:
+    prefill, decode = rig.pair(itl_slo_s=itl_slo_s)
+    for turn in range(2):
+        for i, prompt in enumerate(PROMPTS):
+            name = f"{turn}{i}"
+            if (i + turn) % 2:
+                rig.live.add((name, 1))
+                rig.send(decode, reserve_message(name, prompt, cache_salt=name))
+            else:
+                dispatch(rig, name, prompt, prefill, decode, cache_salt=name)
+    names = [f"{turn}{i}" for turn in range(2) for i in range(3)]
+    rig.until(lambda: all(rig.finished(name) for name in names), "all have finished")
+    assert [rig.tokens(name)[0] for name in names] == golden * 2
+    assert rig.metric(decode, "pdserve_local_prefill_total") == 3
+    assert rig.heartbeats[decode].speed.beside_tokens_per_s > 0
+    settle(rig, prefill, decode)
+    rig.until(lambda: rig.heartbeats[decode].speed.streaming_s == 0, "no stream is left")
+
+
 @pytest.mark.parametrize(("preemption", "swap_bytes"), [("recompute", 0), ("swap", 1 << 20)])
 def test_preemption_does_not_change_a_token(
     rig: Rig, golden: list[list[int]], preemption: str, swap_bytes: int

@@ -111,6 +111,7 @@ async def test_debug_requests_shows_each_live_request_with_its_holders_and_never
         (shown,) = (await client.get("/debug/requests")).json()["requests"]
         assert (shown["http_id"], shown["id"], shown["state"]) == ("the-clients-id", request.id, "prefilling")
         assert shown["model"] == "m"
+        assert shown["prefill"] == {"where": "prefill", "reason": "faster_there"}
         assert (shown["attempt"], shown["prompt_tokens"], shown["output_tokens"]) == (1, 40, [0])
         assert 0 <= shown["age_s"] < 5
         holders = {leg["worker"]: leg for leg in shown["holders"]}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.engine.lifetime import Event, Lifetime
@@ -88,6 +89,20 @@ def test_latencies_are_observed_once_per_request_and_e2e_only_of_finished_ones()
     names = ("queue", "ttft", "tpot", "itl", "e2e")
     counts = {name: seen[key(f"pdserve_{name}_seconds_count", model="m")] for name in names}
     assert counts == {"queue": 2, "ttft": 2, "tpot": 2, "itl": 6, "e2e": 1}
+
+
+def test_who_computed_a_prompt_is_counted_with_the_reason_and_predictions_are_held_against_the_times() -> None:
+    metrics = GatewayMetrics(FrameCounts(), list)
+    counts = metrics.of("m")
+    counts.count_choice("decode", "idle")
+    counts.observe_prediction("decode", 0.5, 0.6)
+    counts.observe_prediction("decode", 0.0, 0.6)
+    seen = series(metrics)
+    assert seen[key("pdserve_prefill_choices_total", where="decode", reason="idle", model="m")] == 1
+    ratio = "pdserve_ttft_prediction_ratio"
+    assert seen[key(f"{ratio}_count", where="decode", model="m")] == 1, "nothing is a multiple of no time"
+    assert seen[key(f"{ratio}_sum", where="decode", model="m")] == pytest.approx(1.2)
+    assert seen[key(f"{ratio}_count", where="prefill", model="m")] == 0
 
 
 def test_outcomes_follow_the_status() -> None:

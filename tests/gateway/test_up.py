@@ -150,6 +150,7 @@ def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
         ("--drain-timeout-s=7.0", None, "7.0", "7.0"),
         ("--shutdown-s=7.0", "7.0", None, None),
         ("--max-sequences=8", None, None, "8"),
+        ("--itl-slo-ms=80.0", None, None, "80.0"),
     ],
 )
 def test_a_flag_reaches_the_programs_it_concerns(
@@ -224,6 +225,7 @@ def test_workers_share_cores_only_when_they_must_and_the_pools_never_with_two_co
         (["--tokens-per-minute", "-5"], "--tokens-per-minute -5"),
         (["--max-concurrent", "0"], "--max-concurrent 0"),
         (["--request-timeout-s", "nan"], "--request-timeout-s nan"),
+        (["--itl-slo-ms", "0"], "--itl-slo-ms 0"),
         (["--cors-origin", "example.org"], "--cors-origin example.org"),
         (["--cors-origin", "https://example.org/"], "--cors-origin https://example.org/"),
     ],
