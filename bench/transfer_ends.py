@@ -33,6 +33,7 @@ from ..transfer.messages import Abort, Handoff, Peer, Slab
 from ..transfer.receiver import Receiver
 from ..transfer.ring import DEFAULT_RING_BYTES
 from ..transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
+from ..transfer.slab import store_slab
 from .errors import BenchError
 
 LinkName = Literal["shm", "zmq ipc", "zmq tcp"]
@@ -165,8 +166,7 @@ def receive(pipe: Connection, job: Job, directory: str, core: int) -> None:
             if isinstance(message, Slab):
                 assert received.payload is not None
                 receiver.check(entry, message, received.payload)
-                table = blocks[message.request]
-                cache.scatter(message.layer, table, message.first_token, message.num_tokens, received.payload)
+                store_slab(cache, message, blocks[message.request], received.payload)
                 receiver.taken(entry, message, received.payload.nbytes)
                 by_frame += job.link == "shm" and message.span is None
             elif isinstance(message, Handoff):
@@ -191,7 +191,7 @@ class Sender:
         bulk, control = self._word()
         offered = ["shm"] if job.link == "shm" else ["zmq"]
         peer = Peer(RECEIVER, "here", bulk, control, offered)
-        options = LinkOptions("shm" if job.link == "shm" else "zmq", "here", DEFAULT_RING_BYTES)
+        options = LinkOptions("shm" if job.link == "shm" else "zmq", "here", ring_bytes=DEFAULT_RING_BYTES)
         self._link = PeerLink(self._context, peer, SENDER, 1, job.layout, FrameCounts(), options)
         self._under_way: dict[str, float] = {}  # prompt → when its last slab was shipped
         self._ship_s: list[float] = []

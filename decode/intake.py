@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import zmq
 
 from ..transfer.channel import FrameCounts, Received, Router
+from ..transfer.device import Device, DeviceSpan
 from ..transfer.errors import LayoutMismatch, RingUnavailable
 from ..transfer.keys import Curve
 from ..transfer.layout import KVLayout
-from ..transfer.links import OFFERED, LinkMode
+from ..transfer.link_cuda_ipc import DeviceRings
+from ..transfer.links import LinkMode, offered
 from ..transfer.messages import (
     Abort,
     Credit,
@@ -25,11 +28,11 @@ from ..transfer.messages import (
     Hello,
     HelloDenied,
     PeerHeartbeat,
-    RingOffer,
     Slab,
     Welcome,
 )
-from ..transfer.ring import RingReader
+from ..transfer.offers import DeviceRingOffer, RingOffer
+from ..transfer.ring import DEFAULT_RING_BYTES, RingReader
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,6 @@ class Ring:
     offer: RingOffer
     reader: RingReader
     position: int = 0
-    credited: int = 0
 
 
 def worker_of(identity: str) -> str:
@@ -68,15 +70,20 @@ class Intake:
         counts: FrameCounts,
         curve: Curve | None = None,
         mode: LinkMode = "auto",
+        device: Device | None = None,
+        ring_bytes: int = DEFAULT_RING_BYTES,
     ) -> None:
+        """`device`: what this worker computes on, if not the processor; `ring_bytes`: of each ring in its memory."""
         self._layout = layout
-        self._links = OFFERED[mode]
+        self._links = offered(mode, device is not None)
         self._counts = counts
         self._bulk = Router(context, bulk_address, counts, curve, bulk=True)
         self._control = Router(context, peer_address, counts, curve)
         self._consumed: dict[str, int] = {}  # identity → payload bytes taken in or dropped, in all
-        self._credited: dict[str, int] = {}
+        self._credited: dict[str, tuple[int, int]] = {}  # what each was told: that, and a position in its ring
         self._rings: dict[str, Ring] = {}
+        self._device_rings = DeviceRings(device, ring_bytes)
+        self._held: dict[str, deque[Received]] = {}  # by sender: a slab that is still being written, and all behind it
         self._heard_at: dict[str, float] = {}
         self._probed_at: dict[str, float] = {}
         self._bulk_here: set[str] = set()  # identities whose bulk socket has said hello
@@ -129,16 +136,26 @@ class Intake:
             if len(self._early) < MAX_PEERS:
                 self._early[identity] = received, hello, worker
             return
-        why_not = self._attach(identity, hello)
-        link = "shm" if identity in self._rings else "zmq"
+        link, why_not, ring = self._agree(identity, hello)
         if link not in self._links:
-            self._control.send(identity, HelloDenied(f"{worker}: {why_not or 'only shm is wanted (--link)'}"))
+            self._control.send(identity, HelloDenied(f"{worker}: {why_not or f'{link} is not wanted (--link)'}"))
             return
         self._control.trust(received)
         self._heard_at[identity] = time.monotonic()
         self._consumed.setdefault(identity, 0)
-        self._credited[identity] = self._consumed[identity]
-        self._control.send(identity, Welcome(worker, WINDOW_BYTES, link, why_not))
+        self._credited[identity] = self._consumed[identity], 0
+        self._control.send(identity, Welcome(worker, WINDOW_BYTES, link, why_not, ring))
+
+    def _agree(self, identity: str, hello: Hello) -> tuple[str, str, DeviceRingOffer | None]:
+        """(link, why not the one that the sender wants, its ring in our device memory)"""
+        if hello.link != "cuda_ipc":
+            self._device_rings.drop(identity)
+            why_not = self._attach(identity, hello)
+            return ("shm" if identity in self._rings else "zmq"), why_not, None
+        try:
+            return "cuda_ipc", "", self._device_rings.offer(identity)
+        except RingUnavailable as error:
+            return "zmq", str(error), None
 
     def _attach(self, identity: str, hello: Hello) -> str:
         """Map the ring that is offered, if there is one and it may be used. Returns why not."""
@@ -181,50 +198,100 @@ class Intake:
     def poll_bulk(self, budget_bytes: int) -> Iterator[Received]:
         """Slabs, handoffs and aborts, in order, until about `budget_bytes` of payload have been taken in."""
         unwanted = 0
+        for waited in self._no_longer_held():
+            budget_bytes -= max(_payload_bytes(waited), MIN_COST_BYTES)
+            yield from self._deliver(waited)
+            if budget_bytes <= 0:
+                return
         while budget_bytes > 0 and unwanted < UNWANTED_PER_POLL:
             received = next(iter(self._bulk.receive(limit=64)), None)
             if received is None:
                 return
-            size = _payload_bytes(received)
-            budget_bytes -= max(size, MIN_COST_BYTES)
             if isinstance(received.message, Hello):
                 unwanted += 1
                 self._bulk_hello(received)
-                continue
-            if received.sender not in self._consumed:
+            elif received.sender not in self._consumed:
                 unwanted += 1
                 self._counts.drop("stranger")
                 self._bulk.blame(received)
-                continue
-            self._bulk.trust(received)
-            if not isinstance(received.message, Slab | Handoff | Abort):
+            elif not isinstance(received.message, Slab | Handoff | Abort):
+                self._bulk.trust(received)
                 self._counts.drop("unexpected")
-                continue
-            if (whole := self._with_payload(received)) is not None:
-                yield whole
-            self._note_consumed(received.sender, received.message, size)
+            else:
+                self._bulk.trust(received)
+                if received.sender in self._held or self._is_being_written(received):
+                    self._held.setdefault(received.sender, deque()).append(received)
+                else:
+                    yield from self._deliver(received)
+            budget_bytes -= max(_payload_bytes(received), MIN_COST_BYTES)
+
+    def _deliver(self, received: Received) -> Iterator[Received]:
+        assert isinstance(received.message, Slab | Handoff | Abort)
+        if (whole := self._with_payload(received)) is not None:
+            yield whole
+        self._note_consumed(received.sender, received.message, _payload_bytes(received))
+
+    def _is_being_written(self, received: Received) -> bool:
+        """Is it a slab whose bytes are not in our device memory yet? Its sender's device may be far behind."""
+        span = received.message.span if isinstance(received.message, Slab) else None
+        ring = self._device_rings.get(received.sender)
+        return span is not None and ring is not None and ring.is_possible(span) and not ring.has_arrived(span)
+
+    def _no_longer_held(self) -> Iterator[Received]:
+        """What can be delivered of what had to wait; more of the same sender only behind it."""
+        for identity, queue in list(self._held.items()):
+            while queue and not self._is_being_written(queue[0]):
+                received = queue.popleft()
+                if not queue:
+                    self._held.pop(identity, None)
+                yield received
+
+    @property
+    def must_look_again(self) -> bool:
+        """Does something wait for a device, which will not say when it is done?"""
+        return bool(self._held) or not self._device_rings.are_settled
 
     def _with_payload(self, received: Received) -> Received | None:
         """The slab with its bytes, wherever they are; None, and counted, if they are nowhere."""
         span = received.message.span if isinstance(received.message, Slab) else None
         if span is None:
             return received
-        ring = self._rings.get(received.sender)
-        payload = ring.reader.view(span.position, span.num_bytes) if ring is not None else None
-        if payload is None:
-            self._counts.drop("bad_span")
-            return None
-        return replace(received, payload=payload)
+        if (device_ring := self._device_rings.get(received.sender)) is not None:
+            if device_ring.is_possible(span):
+                return replace(received, payload=device_ring.view(span))
+        elif (ring := self._rings.get(received.sender)) is not None:
+            payload = ring.reader.view(span.position, span.num_bytes)
+            if payload is not None:
+                return replace(received, payload=payload)
+        self._counts.drop("bad_span")
+        return None
+
+    def link_of(self, received: Received) -> str:
+        """How the payload of a slab came."""
+        if isinstance(received.payload, DeviceSpan):
+            return "cuda_ipc"
+        return "shm" if isinstance(received.message, Slab) and received.message.span else "zmq"
 
     def _note_consumed(self, identity: str, message: Slab | Handoff | Abort, size: int) -> None:
         """What has been looked at may be written over. Called when its receiver is done with it, not before."""
         self._consumed[identity] += size
-        if (ring := self._rings.get(identity)) is None:
-            return
         if not isinstance(message, Slab):
-            ring.position = max(ring.position, message.ring_head)
+            position = message.ring_head
         elif message.span is not None:
-            ring.position = max(ring.position, message.span.position + message.span.num_bytes)
+            position = message.span.position + message.span.num_bytes
+        else:
+            return
+        if (device_ring := self._device_rings.get(identity)) is not None:
+            device_ring.taken_up_to(position)
+        elif (ring := self._rings.get(identity)) is not None:
+            ring.position = max(ring.position, position)
+
+    def _position(self, identity: str) -> int:
+        """How far into its ring the sender may write over what was there."""
+        if (device_ring := self._device_rings.get(identity)) is not None:
+            return device_ring.settle()
+        ring = self._rings.get(identity)
+        return ring.position if ring else 0
 
     def tell_gone(self, identity: str, request: str, attempt: int) -> None:
         """Make the sender of something unwanted stop; once per attempt and turn."""
@@ -239,30 +306,31 @@ class Intake:
         """Tell every sender how much has been consumed since the last time; forget senders that are gone, which those
         that have not been heard of for a while are tried for."""
         self._told_gone.clear()
+        self._device_rings.free_what_is_over()
         now = time.monotonic()
         for identity, consumed in list(self._consumed.items()):
-            ring = self._rings.get(identity)
-            position = ring.position if ring else 0
-            told = consumed == self._credited[identity] and (ring is None or position == ring.credited)
+            credit = consumed, self._position(identity)
+            told = credit == self._credited[identity]
             if told and now - max(self._heard_at[identity], self._probed_at.get(identity, 0.0)) < SILENT_S:
                 continue
-            if not self._control.send(identity, Credit(consumed, position)):
+            if not self._control.send(identity, Credit(*credit)):
                 self._forget(identity)
                 continue
-            self._credited[identity] = consumed
+            self._credited[identity] = credit
             self._probed_at[identity] = now
-            if ring is not None:
-                ring.credited = position
 
     def _forget(self, identity: str) -> None:
         del self._consumed[identity], self._credited[identity], self._heard_at[identity]
         self._rings.pop(identity, None)
+        self._device_rings.drop(identity)
+        self._held.pop(identity, None)
         self._probed_at.pop(identity, None)
         self._bulk_here.discard(identity)
 
     def close(self) -> None:
         self._bulk.close()
         self._control.close()
+        self._device_rings.close()
 
 
 def _payload_bytes(received: Received) -> int:

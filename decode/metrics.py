@@ -25,5 +25,5 @@ class DecodeMetrics(WorkerMetrics):
         )
         for mode in ("swap", "move", "recompute"):
             self.preemptions.labels(mode)  # present, as 0, before the first one
-        for link in ("shm", "zmq"):
+        for link in ("cuda_ipc", "shm", "zmq"):
             self.transfer_bytes.labels(link)

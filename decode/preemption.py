@@ -69,12 +69,10 @@ class SwapSpace:
         self._reserved.pop(sequence, None)
         self._slabs.pop(sequence, None)
 
-    def fill(self, order: SwapOut, store: KVStore, layout: KVLayout) -> None:
+    def fill(self, order: SwapOut, store: KVStore) -> None:
         """Carry out a swap to host, if the sequence has not been dropped meanwhile."""
         if order.sequence in self._reserved:
-            self._slabs[order.sequence] = [
-                store.gather(layer, order.blocks, 0, order.num_tokens) for layer in range(layout.num_layers)
-            ]
+            self._slabs[order.sequence] = store.gather_all(order.blocks, order.num_tokens)
 
     def restore(self, order: SwapIn, store: KVStore, layout: KVLayout) -> None:
         """Carry out the way back. The sequence's blocks must cover its tokens."""

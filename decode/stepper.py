@@ -57,7 +57,7 @@ class Stepper:
         """Copy preempted sequences out and returning ones in, before anything else is written."""
         cache, layout = self._engine.cache, self._engine.model.layout
         for out in plan.swapped_out:
-            self._swap.fill(out, cache, layout)
+            self._swap.fill(out, cache)
         for back in plan.swapped_in:
             self._swap.restore(back, cache, layout)
 

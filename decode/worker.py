@@ -21,7 +21,7 @@ from ..engine.logprobs import prompt_messages
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
-from ..transfer.links import OFFERED
+from ..transfer.links import offered
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Abort,
@@ -40,6 +40,7 @@ from ..transfer.messages import (
     WorkerHeartbeat,
 )
 from ..transfer.receiver import Receiver
+from ..transfer.slab import store_slab
 from .config import DecodeConfig
 from .intake import Intake, worker_of
 from .metrics import DecodeMetrics
@@ -53,6 +54,7 @@ from .stepper import Scores, Stepper
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 50
+DEVICE_WAIT_MS = 1  # while something waits for a device, which does not wake a socket
 PUMP_EVERY_S = 0.004
 BUSY_INTAKE_BYTES = 16 * 1024 * 1024
 IDLE_INTAKE_BYTES = 256 * 1024 * 1024
@@ -85,7 +87,7 @@ class DecodeWorker:
         self._stepper = Stepper(engine, swap, self._metrics, self._between_layers, self._grammars, self._speeds)
         self._intake = Intake(
             self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
-            config.worker.link,
+            config.worker.link, engine.device, config.worker.ring_bytes,
         )  # fmt: skip
         self._members = Membership(
             self._context,
@@ -163,7 +165,7 @@ class DecodeWorker:
             poller.register(socket, zmq.POLLIN)
         if self._grammars.descriptor is not None:
             poller.register(self._grammars.descriptor, zmq.POLLIN)
-        poller.poll(IDLE_WAIT_MS)
+        poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS)
 
     def _between_layers(self) -> None:
         """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
@@ -302,11 +304,9 @@ class DecodeWorker:
             if isinstance(message, Slab):
                 assert received.payload is not None
                 self._receiver.check(entry, message, received.payload)
-                self._engine.cache.scatter(
-                    message.layer, sequence.table.blocks, message.first_token, message.num_tokens, received.payload
-                )
+                store_slab(self._engine.cache, message, sequence.table.blocks, received.payload)
                 self._receiver.taken(entry, message, received.payload.nbytes)
-                self._metrics.transfer_bytes.labels("shm" if message.span else "zmq").inc(received.payload.nbytes)
+                self._metrics.transfer_bytes.labels(self._intake.link_of(received)).inc(received.payload.nbytes)
                 self._scheduler.progress(sequence, time.monotonic())
             else:
                 self._hand_over(sequence, message, self._receiver.complete(entry))
@@ -404,12 +404,13 @@ class DecodeWorker:
             host=self._host,
             bulk_address=bulk,
             peer_address=control,
-            links=OFFERED[self._config.worker.link],
+            links=offered(self._config.worker.link, self._engine.device is not None),
             block_size=self._engine.pool.block_size,
             num_blocks=self._engine.pool.num_blocks,
             max_model_len=self._engine.model.max_model_len,
             max_sequences=self._config.max_sequences,
             pid=os.getpid(),
+            device=self._engine.device.identity if self._engine.device else None,
         )
 
     def _heartbeat(self, tie: GatewayTie) -> WorkerHeartbeat:

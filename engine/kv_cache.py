@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import cache_ops
+from ..kernels import cache_ops, cache_ops_cuda
+from ..transfer.device import DeviceSpan
 from ..transfer.errors import ConfigError
 from ..transfer.layout import KVLayout
 from .memory import available_memory_bytes, readable
 
 DEFAULT_LIMIT_BYTES = 2 * 1024**3
 DEFAULT_SHARE = 0.15
+KEPT_SLOTS = 64  # token ranges whose slots stay on the device: those of the prompts in one step
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -43,6 +46,7 @@ class KVCache:
         self.spare_block = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
+        self._device_slots: OrderedDict[tuple[int, int, int, bytes], Tensor] = OrderedDict()
         dtype = TORCH_DTYPES[layout.dtype]
         self.keys: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, k_head_dim]
         self.values: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, v_head_dim]
@@ -52,15 +56,30 @@ class KVCache:
                 caches.append(_zeros(size, dtype, self.device))
 
     def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
-        """Where tokens first_token .. first_token + num_tokens - 1 of a sequence lie: [num_tokens] int64."""
+        """Where tokens first_token .. first_token + num_tokens - 1 of a sequence lie: [num_tokens] int64.
+
+        With a cache on a GPU they are copied there without waiting for it, and kept for the other layers of the step.
+        """
         first_block = first_token // self.block_size
         last_block = (first_token + num_tokens + self.block_size - 1) // self.block_size
         assert num_tokens > 0, "an empty token range"
         assert last_block <= len(blocks), f"{len(blocks)} blocks do not cover token {first_token + num_tokens - 1}"
-        table = torch.tensor(blocks[first_block:last_block], dtype=torch.int64)
-        slots = (table[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
-        skipped = first_token - first_block * self.block_size
-        return slots[skipped : skipped + num_tokens].to(self.device)
+        table = np.asarray(blocks[first_block:last_block], dtype=np.int64)
+        if self.device.type == "cpu":
+            return self._slots_of(table, first_token, num_tokens)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        key = stream, first_token, num_tokens, table.tobytes()
+        if (slots := self._device_slots.get(key)) is None:
+            pinned = self._slots_of(table, first_token, num_tokens).pin_memory()
+            slots = self._device_slots[key] = pinned.to(self.device, non_blocking=True)
+            if len(self._device_slots) > KEPT_SLOTS:
+                self._device_slots.popitem(last=False)
+        return slots
+
+    def _slots_of(self, table: np.ndarray[tuple[int], np.dtype[np.int64]], first_token: int, num_tokens: int) -> Tensor:
+        slots = (torch.from_numpy(table)[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+        skipped = first_token % self.block_size
+        return slots[skipped : skipped + num_tokens]
 
     def gather(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
@@ -71,15 +90,39 @@ class KVCache:
         """
         slots = self._slots(blocks, first_token, num_tokens)
         if out is None:
-            out = np.empty(num_tokens * self.layout.layer_bytes_per_token(layer), dtype=np.uint8).data
+            out = self._buffer(num_tokens * self.layout.layer_bytes_per_token(layer))
+        self._gather(layer, slots, out)
+        self._wait()
+        return out
+
+    def gather_all(self, blocks: Sequence[int], num_tokens: int) -> list[memoryview]:
+        """Copy the first tokens of every layer into fresh buffers."""
+        slots = self._slots(blocks, 0, num_tokens)
+        slabs = [self._buffer(num_tokens * self.layout.layer_bytes_per_token(i)) for i in range(self.layout.num_layers)]
+        for layer, slab in enumerate(slabs):
+            self._gather(layer, slots, slab)
+        self._wait()
+        return slabs
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        """Host memory; beside a GPU pinned, so that the device copies into it on its own."""
+        if self.device.type == "cpu":
+            return np.empty(num_bytes, dtype=np.uint8).data
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+    def _gather(self, layer: int, slots: Tensor, out: memoryview) -> None:
+        """On a GPU the copy to pinned memory is only launched."""
         slab = torch.frombuffer(out, dtype=torch.uint8)
         if self.device.type == "cpu":
             cache_ops.gather(self.keys[layer], self.values[layer], slots, slab)
         else:
             staging = torch.empty_like(slab, device=self.device)
             cache_ops.gather(self.keys[layer], self.values[layer], slots, staging)
-            slab.copy_(staging)
-        return out
+            slab.copy_(staging, non_blocking=True)
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def scatter(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
@@ -88,6 +131,25 @@ class KVCache:
         assert payload.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "a slab of the wrong size"
         slots = self._slots(blocks, first_token, num_tokens)
         cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload)
+
+    def _stream(self, span: DeviceSpan) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(span.stream, device=self.device)  # type: ignore[no-untyped-call]
+
+    def gather_to(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: DeviceSpan) -> None:
+        """As `gather`, into device memory (maybe another device's) on the span's stream, without waiting."""
+        assert out.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "room of the wrong size"
+        with torch.cuda.stream(self._stream(out)):
+            slots = self._slots(blocks, first_token, num_tokens)
+            cache_ops_cuda.gather(self.keys[layer], self.values[layer], slots, out.address)
+
+    def scatter_from(
+        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: DeviceSpan
+    ) -> None:
+        """As `scatter`, from device memory on the span's stream, without waiting."""
+        assert payload.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "a slab of the wrong size"
+        with torch.cuda.stream(self._stream(payload)):
+            slots = self._slots(blocks, first_token, num_tokens)
+            cache_ops_cuda.scatter(self.keys[layer], self.values[layer], slots, payload.address)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all layers of one block onto another."""

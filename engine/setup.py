@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from ..kernels.quantized import QUANTIZATIONS, Quantization
+from ..transfer.device import Device
+from ..transfer.device_cuda import open_device
 from ..transfer.errors import ConfigError
 from .block_pool import BlockPool
 from .budget import WorstStep, kv_room_bytes, measure_need, prove
@@ -51,6 +53,7 @@ class Engine:
     tokenizer: TokenizerSource | None = None  # for grammars; without one they are refused
     worst: WorstStep | None = None  # on a GPU: what must fit at any time
     capture: Capture | None = None  # on a GPU, unless it is not wanted: how decode steps are captured
+    device: Device | None = None  # whose memory other workers may open; None on the processor, or without CuPy
 
     def warm_up(self, runner: Runner) -> DecodeGraphs | None:
         """Decode a token for real, capture decode steps, and see that the largest step fits. Raises ConfigError."""
@@ -159,4 +162,5 @@ def engine_of(
         num_blocks * config.block_size * model.layout.bytes_per_token / 1e6,
         model.max_model_len,
     )
-    return Engine(model, cache, pool, source, worst if on_gpu else None, capture)
+    shared = open_device(cache.device.index or 0) if on_gpu else None
+    return Engine(model, cache, pool, source, worst if on_gpu else None, capture, shared)

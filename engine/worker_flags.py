@@ -49,11 +49,11 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--link", choices=get_args(LinkMode), default=WorkerConfig.link,
-        help="how KV moves: auto is shm (shared memory) between workers of one machine, zmq else",
+        help="how KV moves: auto is cuda_ipc (GPUs) or shm (shared memory, processors) on one machine, else zmq",
     )  # fmt: skip
     parser.add_argument(
         "--ring-memory", default=f"{DEFAULT_RING_BYTES >> 20}M",
-        help="shared memory of each shm link, of a prefill worker",
+        help="of each link: shared memory (shm) of a prefill worker, device memory (cuda_ipc) of a decode worker",
     )  # fmt: skip
     parser.add_argument("--cpu", type=int, help="pin to this core")
     parser.add_argument("--check-invariants", action="store_true", help="prove the block states every step")

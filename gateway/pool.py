@@ -196,8 +196,8 @@ class Pool:
 
     def _send_peers(self, model: str) -> None:
         decode = [
-            Peer(w.id, w.register.host, w.register.bulk_address, w.register.peer_address, w.register.links)
-            for w in self.by_role("decode", model)
+            Peer(r.worker, r.host, r.bulk_address, r.peer_address, r.links, r.device)
+            for r in (worker.register for worker in self.by_role("decode", model))
         ]
         for worker in list(self.by_role("prefill", model)):
             worker.told_at = self._clock()

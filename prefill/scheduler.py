@@ -34,6 +34,7 @@ class Scheduler:
         self._limits = limits
         self._root_of = root_of
         self._prompts: dict[Key, Prompt] = {}
+        self._leaving: list[Prompt] = []  # needed no more, but a device still copies out of their blocks
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts.values())
@@ -67,13 +68,28 @@ class Scheduler:
         prompt = self._prompts.pop(key, None)
         if prompt is not None:
             prompt.state = State.FINISHED
-            prompt.table.release()
+            self._let_go(prompt)
         return prompt
+
+    def _let_go(self, prompt: Prompt) -> None:
+        """Its blocks can be computed anew as soon as nothing is copied out of them: also those of a dropped attempt,
+        which decode may have been handed already."""
+        if prompt.outgoing.link.copied_out:
+            prompt.table.release()
+        elif prompt not in self._leaving:
+            self._leaving.append(prompt)
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._leaving)
 
     # --- one turn --------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> list[Work]:
         """The chunks of the next step, within the token budget."""
+        leaving, self._leaving = self._leaving, []
+        for prompt in leaving:
+            self._let_go(prompt)
         candidates = [
             p for p in self if p.state in (State.WAITING, State.COMPUTING) and p.outgoing.link.has_room
         ]
@@ -129,12 +145,13 @@ class Scheduler:
         work.prompt.table.commit(work.prompt.tokens, work.end)
 
     def all_sent(self, prompt: Prompt) -> None:
-        """Every slab has been copied out of the blocks and the handoff is behind them: the blocks can go."""
-        prompt.table.release()
+        """Every slab is on its way and the handoff is behind them: the blocks can go."""
         prompt.state = State.SENDING
+        self._let_go(prompt)
 
     def check_invariants(self) -> None:
         """Assert what must hold between two turns (flag --check-invariants)."""
-        self._pool.check_invariants(p.table.blocks for p in self)
+        self._pool.check_invariants(p.table.blocks for p in {*self, *self._leaving})
         for prompt in self:
-            assert (prompt.state is State.COMPUTING) == bool(prompt.table.blocks), f"{prompt.key} {prompt.state}"
+            holds = prompt.state is State.COMPUTING or prompt in self._leaving
+            assert holds == bool(prompt.table.blocks), f"{prompt.key} {prompt.state}"

@@ -18,14 +18,13 @@ import zmq
 from ..engine.block_pool import root_key
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
-from ..engine.metrics import WorkerMetrics
 from ..engine.rate import Rate
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import StepCancelled
-from ..transfer.links import OFFERED
+from ..transfer.links import offered
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Busy,
@@ -46,6 +45,7 @@ from ..transfer.messages import (
 from ..transfer.reports import Speed
 from ..transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
 from .config import PrefillConfig
+from .metrics import PrefillMetrics
 from .peers import Peers
 from .prompt import Key, Prompt, State, Work
 from .scheduler import PrefillLimits, Scheduler
@@ -53,6 +53,7 @@ from .scheduler import PrefillLimits, Scheduler
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 50
+DEVICE_WAIT_MS = 1  # while something waits for a device, which does not wake a socket
 PUMP_EVERY_S = 0.004
 
 
@@ -66,7 +67,7 @@ class PrefillWorker:
         self._layout = engine.model.layout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frames = FrameCounts()
-        self._metrics = WorkerMetrics()
+        self._metrics = PrefillMetrics()
         worker = config.worker
         self._scheduler = Scheduler(engine.pool, PrefillLimits(worker.chunk_tokens, config.max_waiting), self._root_of)
         self._runner = Runner(engine.model, engine.cache, self._between_layers)
@@ -74,7 +75,7 @@ class PrefillWorker:
             self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s, worker.drain_timeout_s,
             worker.curve,
         )  # fmt: skip
-        options = LinkOptions(worker.link, host, worker.ring_bytes, worker.curve)
+        options = LinkOptions(worker.link, host, engine.device, worker.ring_bytes, worker.curve)
         self._peers = Peers(
             self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost, options
         )
@@ -138,7 +139,7 @@ class PrefillWorker:
             poller.register(socket, zmq.POLLIN)
         if self._grammars.descriptor is not None:
             poller.register(self._grammars.descriptor, zmq.POLLIN)
-        poller.poll(IDLE_WAIT_MS)
+        poller.poll(DEVICE_WAIT_MS if self._scheduler.is_copying else IDLE_WAIT_MS)
 
     def _between_layers(self, layer: int) -> None:
         """This layer's KV of the running step is written: ship it, then look at the control sockets."""
@@ -368,12 +369,13 @@ class PrefillWorker:
             host=self._host,
             bulk_address="",
             peer_address="",
-            links=OFFERED[self._config.worker.link],
+            links=offered(self._config.worker.link, self._engine.device is not None),
             block_size=self._engine.pool.block_size,
             num_blocks=self._engine.pool.num_blocks,
             max_model_len=self._engine.model.max_model_len,
             max_sequences=self._config.max_waiting,
             pid=os.getpid(),
+            device=self._engine.device.identity if self._engine.device else None,
         )
 
     def _heartbeat(self, tie: GatewayTie) -> WorkerHeartbeat:
@@ -389,7 +391,7 @@ class PrefillWorker:
             queued_tokens=sum(p.num_missing for p in self._scheduler if p.state in (State.WAITING, State.COMPUTING)),
             draining=self._members.draining,
             links=self._peers.report(),
-            metrics=self._metrics.snapshot(self._engine.pool, self._frames),
+            metrics=self._metrics.snapshot_with(self._peers, self._engine.pool, self._frames),
             speed=Speed(prompt_tokens_per_s=self._rate.per_s or 0.0),
         )
 

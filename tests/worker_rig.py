@@ -86,11 +86,13 @@ class Rig:
         deadline_s: float = 30.0,
         death_bound_s: float = 5.0,
         link: LinkMode = "auto",
+        decode_ring_bytes: int = 1 << 20,
         **change: object,
     ) -> str:
         name = f"decode-{len(self.workers)}"
         config = DecodeConfig(
-            self._flags(name, 16, death_bound_s, link), f"ipc://{self.directory}/{name}.b", f"ipc://{self.directory}/{name}.c",
+            self._flags(name, 16, death_bound_s, link, decode_ring_bytes),
+            f"ipc://{self.directory}/{name}.b", f"ipc://{self.directory}/{name}.c",
             transfer_deadline_s=deadline_s, **change,
         )  # fmt: skip
         self._start(DecodeWorker(config, self.engine(num_blocks, block_size), "here"))
@@ -126,7 +128,7 @@ class Rig:
 
     def introduce(self, prefill: str, *decodes: str) -> None:
         peers = [
-            Peer(register.worker, "here", register.bulk_address, register.peer_address, register.links)
+            Peer(register.worker, "here", register.bulk_address, register.peer_address, register.links, register.device)
             for register in (self.registered[decode] for decode in decodes)
         ]
         self.send(prefill, Peers(peers))

@@ -25,6 +25,7 @@ from typing import Any
 import zmq
 
 from .codec import decode, encode, parts_after
+from .device import DeviceSpan
 from .errors import ConfigError, ProtocolError
 from .guard import Guard, Standing
 from .keys import Curve, secure_client, secure_listener
@@ -49,12 +50,13 @@ Payload = bytes | memoryview
 class Received:
     """One valid message; `sender` is the peer's identity on a Router and empty on a Dealer.
 
-    `connection` is what a Router's `trust` and `blame` want to know of its origin.
+    `connection` is what a Router's `trust` and `blame` want to know of its origin. A payload in a ring is added by
+    whoever has the ring.
     """
 
     sender: str
     message: Message
-    payload: memoryview | None
+    payload: memoryview | DeviceSpan | None
     connection: int = -1
 
 

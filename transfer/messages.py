@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from .fields import Address, Attempt, Choice, Count, Name, RequestId, Seconds, Text, WorkerId
 from .layout import KVLayout
+from .offers import DeviceIdentity, DeviceRingOffer, RingOffer, RingSpan
 from .reports import Family, Link, Speed
 from .sampling_params import CLOSED, MAX_LOGPROBS, MAX_TOKENS_IN_REQUEST, SamplingParams, Token
 
@@ -63,6 +64,7 @@ class Register(Message):
     max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
     max_sequences: Annotated[int, Field(ge=1, le=1 << 20)]
     pid: Count
+    device: DeviceIdentity | None = None  # None when it computes on the processor
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -86,6 +88,7 @@ class Peer:
     bulk_address: Address
     peer_address: Address
     links: Annotated[list[Name], Field(max_length=8)]
+    device: DeviceIdentity | None = None
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -295,18 +298,8 @@ class Gone(Message):
 
 
 @dataclass(frozen=True, config=CLOSED)
-class RingOffer:
-    """Where the sender's ring of shared memory is (`ring.py`): a descriptor of that process, and how to know it."""
-
-    pid: Annotated[int, Field(ge=1, le=1 << 31)]
-    fd: Annotated[int, Field(ge=0, le=1 << 31)]
-    size_bytes: Annotated[int, Field(ge=64, le=1 << 40)]
-    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-
-
-@dataclass(frozen=True, config=CLOSED)
 class Hello(Message):
-    """`link`: what the sender would use; "shm" comes with a `ring`."""
+    """`link`: what the sender would use; "shm" comes with a `ring`, "cuda_ipc" is answered with one."""
 
     worker: WorkerId
     layout: KVLayout
@@ -323,6 +316,7 @@ class Welcome(Message):
     window_bytes: Count
     link: Name
     detail: Text
+    ring: DeviceRingOffer | None = None
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -336,14 +330,6 @@ class PeerHeartbeat(Message):
 
     worker: WorkerId
     live: Live
-
-
-@dataclass(frozen=True, config=CLOSED)
-class RingSpan:
-    """A slab's bytes in its sender's ring."""
-
-    position: Count
-    num_bytes: Count
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -16,7 +16,7 @@ class Link:
     """State of one (prefill, decode) pair as the prefill worker sees it."""
 
     worker: WorkerId  # the decode worker
-    link: Annotated[str, Field(max_length=32)]  # "shm", "zmq", or "" while there is none
+    link: Annotated[str, Field(max_length=32)]  # "cuda_ipc", "shm", "zmq", or "" while there is none
     state: Literal["connecting", "linked", "refused"]
     detail: Text
     bytes_sent: Count

@@ -19,7 +19,7 @@ import secrets
 import stat
 
 from .errors import RingUnavailable
-from .messages import RingOffer
+from .offers import RingOffer
 
 HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 64
@@ -31,51 +31,73 @@ def _aligned(position: int) -> int:
     return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def whole_units(size_bytes: int) -> int:
+    """The size of a ring in that much memory."""
+    return size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+class RingSpace:
+    """Which positions of a ring are in use: the writer's account."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.head = 0  # the next position to write
+        self._tail = 0  # everything before it may be written over
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """The next position with that much memory in one piece; None while there is no room."""
+        start = self.head % self.size_bytes
+        position = self.head if start + num_bytes <= self.size_bytes else self.head + self.size_bytes - start
+        end = position + num_bytes
+        tail = position if self._tail == self.head else self._tail  # what is skipped of an empty ring is free
+        if num_bytes > self.size_bytes or end - tail > self.size_bytes:
+            return None
+        self._tail = tail
+        self.head = _aligned(end)
+        return position
+
+    def free_up_to(self, position: int) -> None:
+        """The reader is done with everything before `position`; a position never written to is not believed."""
+        position = _aligned(position)
+        if position <= self.head:
+            self._tail = max(self._tail, position)
+
+
 class RingWriter:
     """The end that owns the memory. Raises RingUnavailable when this machine does not give it."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._size = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        size = whole_units(size_bytes)
         secret = secrets.token_bytes(16)
         try:
             self._fd = os.memfd_create("pdserve-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise RingUnavailable(f"no shared memory: {error.strerror}") from None
         try:
-            os.posix_fallocate(self._fd, 0, HEADER_BYTES + self._size)  # now, since later it would be a signal
+            os.posix_fallocate(self._fd, 0, HEADER_BYTES + size)  # now, since later it would be a signal
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
-            self._map = mmap.mmap(self._fd, HEADER_BYTES + self._size)
+            self._map = mmap.mmap(self._fd, HEADER_BYTES + size)
         except OSError as error:
             os.close(self._fd)
             raise RingUnavailable(f"no shared memory of {size_bytes} bytes: {error.strerror}") from None
         self._map[: len(secret)] = secret
         self._view = memoryview(self._map)
-        self._head = 0  # the next position to write
-        self._tail = 0  # everything before it may be written over
-        self.offer = RingOffer(os.getpid(), self._fd, self._size, secret.hex())
+        self._space = RingSpace(size)
+        self.offer = RingOffer(os.getpid(), self._fd, size, secret.hex())
 
     @property
     def head(self) -> int:
-        return self._head
+        return self._space.head
 
     def allocate(self, num_bytes: int) -> tuple[int, memoryview] | None:
-        """The next position with that much memory in one piece, and the memory; None while there is no room."""
-        start = self._head % self._size
-        position = self._head if start + num_bytes <= self._size else self._head + self._size - start
-        end = position + num_bytes
-        tail = position if self._tail == self._head else self._tail  # what is skipped of an empty ring is free
-        if num_bytes > self._size or end - tail > self._size:
+        """A position, see `RingSpace`, and its memory."""
+        if (position := self._space.allocate(num_bytes)) is None:
             return None
-        self._tail = tail
-        self._head = _aligned(end)
-        at = HEADER_BYTES + position % self._size
+        at = HEADER_BYTES + position % self._space.size_bytes
         return position, self._view[at : at + num_bytes]
 
     def free_up_to(self, position: int) -> None:
-        """The reader is done with everything before `position`; a position never written to is not believed."""
-        position = _aligned(position)
-        if position <= self._head:
-            self._tail = max(self._tail, position)
+        self._space.free_up_to(position)
 
     def close(self) -> None:
         """Give up this end's hold. Slabs that are still being written keep the mapping until they are dropped."""

@@ -3,9 +3,9 @@
     PeerLink    CONNECTING ──Welcome──▶ LINKED            hello carries the KV layout; a mismatch is refused here
                      └──HelloDenied──▶ REFUSED            (kept, with its reason, until the peer's next incarnation)
 
-A slab's bytes are copied into the link's ring of shared memory if it has one with room, else into a fresh buffer that
-is never reused, so ZeroMQ may read it whenever it gets to it. How much may be under way is bounded by the window the
-receiver grants: bytes sent minus bytes it says it has consumed.
+A slab's bytes are copied into the link's ring (of shared memory, or of the peer's device memory) if it has one with
+room, else into a fresh buffer that is never reused, so ZeroMQ may read it whenever it gets to it. How much may be under
+way is bounded by the window the receiver grants: bytes sent minus bytes it says it has consumed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any
 import zmq
 
 from .channel import Dealer, FrameCounts
+from .device import Device, DeviceSpan
 from .errors import ConfigError, RingUnavailable
 from .keys import Curve
 from .layout import KVLayout
-from .links import LinkMode, best_link
+from .link_cuda_ipc import DeviceRingWriter
+from .links import LinkMode, Refusal, best_link
 from .messages import (
     Abort,
     Credit,
@@ -34,11 +36,11 @@ from .messages import (
     Message,
     Peer,
     PeerHeartbeat,
-    RingSpan,
     Slab,
     TokenLogprobs,
     Welcome,
 )
+from .offers import DeviceRingOffer, RingSpan
 from .reports import Link
 from .ring import DEFAULT_RING_BYTES, RingWriter
 from .slab import KVStore, checksum
@@ -57,10 +59,12 @@ class LinkState(Enum):
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """What a worker does with every link alike. `host`: the machine it runs on; `ring_bytes`: of each shm link."""
+    """What a worker does with every link alike. `host`: the machine it runs on; `device`: what it computes on, unless
+    that is the processor; `ring_bytes`: of each shm link."""
 
     mode: LinkMode = "auto"
     host: str = ""
+    device: Device | None = None
     ring_bytes: int = DEFAULT_RING_BYTES
     curve: Curve | None = None
 
@@ -82,7 +86,9 @@ class PeerLink:
         ConfigError for an address that cannot be one."""
         self.peer = peer
         self.heard_at = time.monotonic()
-        self.link, self.detail = best_link(options.mode, options.host, peer)
+        self.link, self.refusal = best_link(options.mode, options.host, options.device, peer)
+        self.detail = str(self.refusal or "")
+        self._options = options
         self.state = LinkState.CONNECTING if self.link else LinkState.REFUSED
         self.bytes_sent = 0
         self._worker = worker
@@ -90,7 +96,7 @@ class PeerLink:
         self._window_bytes = 0
         self._bytes_consumed = 0
         self._due_at = 0.0
-        self._ring: RingWriter | None = None
+        self._ring: RingWriter | DeviceRingWriter | None = None
         identity = f"{worker}/{connection}"
         self._bulk = Dealer(context, peer.bulk_address, identity, counts, options.curve, bulk=True)
         try:
@@ -99,26 +105,29 @@ class PeerLink:
             self._bulk.close()
             raise
         if self.link == "shm":
-            self._make_ring(options)
+            self._make_ring(options.ring_bytes)
         if self.link:
             self._bulk.send(self._hello())  # ahead of everything: large slabs of strangers are not taken
 
-    def _make_ring(self, options: LinkOptions) -> None:
+    def _make_ring(self, ring_bytes: int) -> None:
         try:
-            self._ring = RingWriter(options.ring_bytes)
+            self._ring = RingWriter(ring_bytes)
         except RingUnavailable as error:
-            self._no_ring(str(error), options.mode == "auto" and "zmq" in self.peer.links)
+            self._no_ring(str(error))
 
-    def _no_ring(self, why: str, may_fall_back: bool) -> None:
+    def _no_ring(self, why: str) -> None:
         """Say aloud that no memory can be shared. Only before the first slab: a link never changes under way."""
-        log.warning("no shared memory with %s: %s", self.peer.worker, why)
-        self.detail = f"shm: {why}"
+        log.warning("no %s link to %s: %s", self.link, self.peer.worker, why)
+        self.refusal = Refusal(self.link, "unavailable", why)
+        self.detail = str(self.refusal)
+        may_fall_back = self._options.mode == "auto" and "zmq" in self.peer.links
         self.link = "zmq" if may_fall_back else ""
         if not may_fall_back:
             self.state = LinkState.REFUSED
 
     def _hello(self) -> Hello:
-        return Hello(self._worker, self._layout, self.link, self._ring.offer if self._ring else None)
+        ring = self._ring.offer if isinstance(self._ring, RingWriter) else None
+        return Hello(self._worker, self._layout, self.link, ring)
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
@@ -134,6 +143,11 @@ class PeerLink:
         """Everything handed to this link has left for ZeroMQ."""
         return self._bulk.pending == 0
 
+    @property
+    def copied_out(self) -> bool:
+        """No device reads the blocks any more that slabs were made of."""
+        return not isinstance(self._ring, DeviceRingWriter) or self._ring.is_idle
+
     def settle(self) -> None:
         """Nothing is under way to this peer: what it has not acknowledged was lost, and shall not fill the window."""
         self._bytes_consumed = self.bytes_sent
@@ -142,16 +156,22 @@ class PeerLink:
     def ring_head(self) -> int:
         return self._ring.head if self._ring else 0
 
-    def room_in_ring(self, num_bytes: int) -> tuple[RingSpan, memoryview] | None:
+    def room_in_ring(self, num_bytes: int) -> tuple[RingSpan, memoryview | DeviceSpan] | None:
         """Memory of the ring for one slab; None without a ring, or while it has no room."""
         if self._ring is None or (room := self._ring.allocate(num_bytes)) is None:
             return None
-        position, memory = room
-        return RingSpan(position, num_bytes), memory
+        place, memory = room
+        return (place if isinstance(place, RingSpan) else RingSpan(place, num_bytes)), memory
 
-    def send_slab(self, slab: Slab, payload: memoryview) -> None:
+    def send_slab(self, slab: Slab, payload: memoryview | DeviceSpan) -> None:
         """The payload goes along unless it lies in the ring."""
-        self._bulk.send(slab, payload if slab.span is None else None)
+        if isinstance(payload, DeviceSpan):
+            assert slab.span is not None
+            assert isinstance(self._ring, DeviceRingWriter)
+            self._ring.publish(slab.span)
+            self._bulk.send(slab)
+        else:
+            self._bulk.send(slab, payload if slab.span is None else None)
         self.bytes_sent += payload.nbytes
 
     def send_bulk(self, message: Handoff | Abort) -> None:
@@ -175,11 +195,30 @@ class PeerLink:
                     yield message
 
     def _welcomed(self, welcome: Welcome) -> None:
-        if self._ring is not None and welcome.link != "shm":
-            self._ring.close()
-            self._ring = None
-            self._no_ring(welcome.detail, may_fall_back=True)
+        if welcome.link == "cuda_ipc":
+            if self.link != "cuda_ipc" or self.state is not LinkState.CONNECTING:
+                return  # answers the hello before the one that said zmq, or one that was repeated
+            if welcome.ring is None or not self._open_ring(welcome.ring):
+                self._due_at = 0.0  # say hello again, with the other link
+                return
+        elif self.link != welcome.link:
+            if isinstance(self._ring, RingWriter):
+                self._ring.close()
+                self._ring = None
+            self._no_ring(welcome.detail)
+            if self.state is LinkState.REFUSED:
+                return
         self.state, self._window_bytes = LinkState.LINKED, welcome.window_bytes
+
+    def _open_ring(self, offer: DeviceRingOffer) -> bool:
+        """Open the memory that the peer has made for us, or fall back to what does without."""
+        assert self._options.device is not None
+        try:
+            self._ring = DeviceRingWriter(self._options.device, offer)
+        except RingUnavailable as error:
+            self._no_ring(str(error))
+            return False
+        return True
 
     def tick(self, live: Iterable[tuple[str, int]]) -> None:
         """Send what is due: hellos until answered, then heartbeats listing the attempts under way to this peer."""
@@ -231,8 +270,14 @@ class Outgoing:
         count = up_to - first
         room = self.link.room_in_ring(count * self.layout.layer_bytes_per_token(layer))
         span, memory = room or (None, None)
-        payload = store.gather(layer, blocks, first, count, memory)
-        slab = Slab(self.request, self.attempt, self.reservation, layer, first, count, checksum(payload), span)
+        payload: memoryview | DeviceSpan
+        if isinstance(memory, DeviceSpan):
+            store.gather_to(layer, blocks, first, count, memory)
+            payload, digest = memory, 0
+        else:
+            payload = store.gather(layer, blocks, first, count, memory)
+            digest = checksum(payload)
+        slab = Slab(self.request, self.attempt, self.reservation, layer, first, count, digest, span)
         self.link.send_slab(slab, payload)
         self.next_token[layer] = up_to
         if self.started_at is None:

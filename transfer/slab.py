@@ -10,7 +10,9 @@ from typing import Protocol
 
 import xxhash
 
+from .device import DeviceSpan
 from .layout import DTYPE_BYTES, KVLayout
+from .messages import Slab
 
 
 class KVStore(Protocol):
@@ -27,6 +29,29 @@ class KVStore(Protocol):
     ) -> None:
         """Copy a payload of exactly the right size into the blocks."""
         ...
+
+    def gather_all(self, blocks: Sequence[int], num_tokens: int) -> list[memoryview]:
+        """The first tokens' KV of every layer, each in a fresh buffer."""
+        ...
+
+    def gather_to(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: DeviceSpan) -> None:
+        """As `gather`, into device memory. Only launched: it is done when the span's stream has come so far."""
+        ...
+
+    def scatter_from(
+        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: DeviceSpan
+    ) -> None:
+        """As `scatter`, from device memory, and only launched."""
+        ...
+
+
+def store_slab(store: KVStore, slab: Slab, blocks: Sequence[int], payload: memoryview | DeviceSpan) -> None:
+    """Copy what came with a slab's header, and was checked, into the blocks."""
+    place = slab.layer, blocks, slab.first_token, slab.num_tokens
+    if isinstance(payload, DeviceSpan):
+        store.scatter_from(*place, payload)
+    else:
+        store.scatter(*place, payload)
 
 
 def cut_slab(payload: memoryview, layout: KVLayout, layer: int, num_tokens: int, first: int) -> memoryview:

@@ -21,9 +21,10 @@ LAYOUT = KVLayout(fingerprint="0" * 64, dtype="float32", layers=(LAYER, LAYER))
 
 @dataclass
 class Pipe:
-    """What the scheduler sees of a link: whether the other side is taking slabs in."""
+    """What the scheduler sees of a link: is the other side taking slabs in, and have they been copied out here?"""
 
     has_room: bool = True
+    copied_out: bool = True
 
 
 def make(num_blocks: int = 64, block_size: int = 4, **limits) -> tuple[Scheduler, BlockPool]:

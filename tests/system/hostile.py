@@ -39,13 +39,12 @@ from pdserve.transfer.messages import (
     Registered,
     Reserve,
     Reserved,
-    RingOffer,
-    RingSpan,
     Slab,
     Tokens,
     Welcome,
     WorkerHeartbeat,
 )
+from pdserve.transfer.offers import RingOffer, RingSpan
 from pdserve.transfer.sampling_params import SamplingParams
 from tests.system.harness import Gateway, Launch, eventually
 from tests.system.tiny_model import random_prompt

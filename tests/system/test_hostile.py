@@ -31,11 +31,11 @@ from pdserve.transfer.messages import (
     Prefill,
     Registered,
     Reserved,
-    RingSpan,
     Slab,
     Tokens,
     WorkerHeartbeat,
 )
+from pdserve.transfer.offers import RingSpan
 from pdserve.transfer.reports import Family, Link, Sample
 from pdserve.transfer.sampling_params import SamplingParams
 from pdserve.transfer.slab import checksum
