@@ -101,6 +101,10 @@ def gather(
         cache_ops_cuda.gather(k_cache, v_cache, slots, slab.data_ptr())
         return
     k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
+    if (library := library_for(k, k_cache, v_cache)) is not None:
+        layer = paged_layer(library, 1, k_cache, v_cache, scale=1.0, window=None, softcap=None, sinks=None)
+        library.pd_read_kv(layer.pointer, slots.data_ptr(), slots.numel(), k.data_ptr(), v.data_ptr())
+        return
     torch.index_select(k_cache.view(-1, *k_cache.shape[2:]), 0, slots, out=k)
     torch.index_select(v_cache.view(-1, *v_cache.shape[2:]), 0, slots, out=v)
 

@@ -50,6 +50,7 @@ SIGNATURES = {  # a letter for every argument
     "pd_strip_columns": "p",
     "pd_attend": "pppip",
     "pd_write_kv": "ppipipi",
+    "pd_read_kv": "ppipp",
     "pd_begin_layer": "ppppppipppi",
     "pd_end_layer": "pppppppppi",
     "pd_set_threads": "ipp",

@@ -8,14 +8,37 @@ EXPORT void pd_attend(const PagedLayer *layer, const Step *step, const float *q,
     if (step->chunks.count) attend_chunks(layer, &step->chunks, q, q_stride, out);
 }
 
+/* How many slots from the first on follow each other, as those within a block do: one copy does for all of them. */
+static int64_t run_length(const int64_t *slots, int64_t rows) {
+    int64_t length = 1;
+    while (length < rows && slots[length] == slots[0] + length) length++;
+    return length;
+}
+
 static void scatter(float *cache, const int64_t *slots, int64_t rows, int64_t width, const float *from, int64_t stride) {
-    for (int64_t r = 0; r < rows; r++) memcpy(cache + slots[r] * width, from + r * stride, (size_t)width * sizeof(float));
+    for (int64_t r = 0, run; r < rows; r += run) {
+        run = stride == width ? run_length(slots + r, rows - r) : 1;
+        memcpy(cache + slots[r] * width, from + r * stride, (size_t)(run * width) * sizeof(float));
+    }
+}
+
+static void gather(const float *cache, const int64_t *slots, int64_t rows, int64_t width, float *to) {
+    for (int64_t r = 0, run; r < rows; r += run) {
+        run = run_length(slots + r, rows - r);
+        memcpy(to + r * width, cache + slots[r] * width, (size_t)(run * width) * sizeof(float));
+    }
 }
 
 EXPORT void pd_write_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, const float *k, int64_t k_stride,
                         const float *v, int64_t v_stride) {
     scatter(layer->k_cache, slots, rows, layer->kv_heads * layer->k_dim, k, k_stride);
     scatter(layer->v_cache, slots, rows, layer->kv_heads * layer->v_dim, v, v_stride);
+}
+
+/* K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] from their slots. */
+EXPORT void pd_read_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, float *k, float *v) {
+    gather(layer->k_cache, slots, rows, layer->kv_heads * layer->k_dim, k);
+    gather(layer->v_cache, slots, rows, layer->kv_heads * layer->v_dim, v);
 }
 
 /* What a layer does up to having its K and V in the cache. qkv [rows, heads + 2 * kv_heads, head_dim] is kept for

@@ -95,3 +95,27 @@ def test_a_gathered_slab_does_not_follow_later_writes() -> None:
     before = slab.clone()
     k_cache.fill_(1.0)
     assert torch.equal(slab, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [4, 5, 6, 7, 12, 13, 14, 15, 0, 1, 2, 3],
+        [6, 7, 12, 13],
+        [3, 2, 1, 0],
+        [0, 1, 3, 4, 6, 5, 7],
+        [9],
+        list(range(16)),
+    ],
+)
+def test_slots_that_follow_each_other_are_copied_as_those_that_do_not(slots: list[int], dtype: torch.dtype) -> None:
+    k_cache, v_cache = (torch.randn_like(cache) for cache in caches(4, 4, dtype))
+    slab = gathered(k_cache, v_cache, torch.tensor(slots))
+    k, v = (cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache))
+    assert bytes(as_payload(slab)) == b"".join(bytes(part.contiguous().view(torch.uint8).numpy()) for part in (k, v))
+    found, expected = caches(4, 4, dtype), caches(4, 4, dtype)
+    scatter(*found, torch.tensor(slots), as_payload(slab))
+    for cache, part in zip(expected, (k, v), strict=True):
+        cache.flatten(0, 1)[slots] = part
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
