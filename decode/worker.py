@@ -16,6 +16,7 @@ from collections.abc import Sequence as ListOf
 import zmq
 
 from ..engine.block_pool import root_key
+from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull
 from ..engine.logprobs import prompt_messages
 from ..engine.setup import Engine
@@ -63,7 +64,7 @@ IDLE_INTAKE_BYTES = 256 * 1024 * 1024
 class DecodeWorker:
     """One decode process. `run` returns after `stop`."""
 
-    def __init__(self, config: DecodeConfig, engine: Engine, host: str) -> None:
+    def __init__(self, config: DecodeConfig, engine: Engine, host: str, cores: Cores | None = None) -> None:
         self._config = config
         self._host = host
         self._engine = engine
@@ -102,6 +103,7 @@ class DecodeWorker:
         self._pumped_at = 0.0
         self._outbox = Outbox()
         self._ready = False
+        self._cores = cores or no_cores()
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
@@ -123,6 +125,7 @@ class DecodeWorker:
         self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:
+                self._cores.look(time.monotonic())
                 self._receive()
                 plan = self._scheduler.plan(time.monotonic(), self._speeds.chunk_tokens)
                 self._announce(plan)
@@ -140,6 +143,7 @@ class DecodeWorker:
             self._intake.close()
             self._grammars.close()
             self._context.destroy(linger=200)
+            self._cores.close()
 
     def _receive(self) -> None:
         self._pump()
@@ -165,7 +169,9 @@ class DecodeWorker:
             poller.register(socket, zmq.POLLIN)
         if self._grammars.descriptor is not None:
             poller.register(self._grammars.descriptor, zmq.POLLIN)
-        poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS)
+        self._cores.idle()
+        if poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS):
+            self._cores.busy()
 
     def _between_layers(self) -> None:
         """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
@@ -347,6 +353,7 @@ class DecodeWorker:
     # --- one step --------------------------------------------------------------------------------------------
 
     def _run_step(self, batch: list[Work]) -> None:
+        self._cores.busy()
         step = self._stepper.run(batch)
         if step is None:
             return
@@ -427,7 +434,7 @@ class DecodeWorker:
             queued_tokens=self._scheduler.queued_tokens,
             draining=self._members.draining,
             links=[],
-            metrics=self._metrics.snapshot(self._engine.pool, self._frames),
+            metrics=self._metrics.snapshot(self._engine.pool, self._frames, self._cores),
             speed=self._speeds.report(states.count(State.RUNNING), self._scheduler.streaming_s(time.monotonic())),
         )
 

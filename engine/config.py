@@ -102,14 +102,18 @@ def exit_with_parent(parent: int | None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def pin_to_cpu(cpu: int | None) -> None:
-    """Bind this process, threads started later included, to one core. Raises ConfigError if it is not ours."""
+def pin_to_cpu(cpu: int | None) -> set[int]:
+    """Bind this process, threads started later included, to one core, and return those it might use.
+
+    Raises ConfigError if it is not one of them.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if cpu is None:
-        return
-    allowed = os.sched_getaffinity(0)
+        return allowed
     if cpu not in allowed:
         raise ConfigError(f"--cpu {cpu} is not one of the cores this process may use: {sorted(allowed)}")
     os.sched_setaffinity(0, {cpu})
+    return allowed
 
 
 def raise_file_limit() -> None:

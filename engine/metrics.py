@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ..transfer.channel import FrameCounts
 from ..transfer.reports import Family, Sample
 from .block_pool import BlockPool
+from .cores import Cores
 
 STEP_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 
@@ -29,8 +30,19 @@ class WorkerMetrics:
             "pdserve_step_seconds", "One step of the model", buckets=STEP_BUCKETS_S, registry=registry
         )
 
-    def snapshot(self, pool: BlockPool, frames: FrameCounts) -> list[Family]:
+        self.leased_core_seconds = Counter(
+            "pdserve_leased_core_seconds", "Time computed on idle neighbours' cores", registry=registry
+        )
+        self.compute_threads = Gauge(
+            "pdserve_compute_threads", "Threads that have computed lately: 1, and 1 for each leased core",
+            registry=registry,
+        )  # fmt: skip
+
+    def snapshot(self, pool: BlockPool, frames: FrameCounts, cores: Cores) -> list[Family]:
         """All families as they stand now."""
+        seconds, helpers = cores.helped()
+        self.leased_core_seconds.inc(seconds)
+        self.compute_threads.set(1 + helpers)
         counts = pool.counts
         for state, value in (("free", counts.free), ("cached", counts.cached), ("held", counts.held)):
             self.kv_blocks.labels(state).set(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from ..transfer.channel import check_exposed
 from ..transfer.errors import ConfigError
@@ -16,6 +16,7 @@ from .config import add_common_arguments
 from .kv_cache import parse_size
 from .setup import EngineConfig, add_engine_arguments, engine_config
 
+LeaseMode = Literal["auto", "never"]
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -33,6 +34,7 @@ class WorkerConfig:
     check_invariants: bool = False
     curve: Curve | None = None
     link: LinkMode = "auto"
+    lease_cores: LeaseMode = "auto"
     ring_bytes: int = DEFAULT_RING_BYTES
 
 
@@ -56,6 +58,10 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
         help="of each link: shared memory (shm) of a prefill worker, device memory (cuda_ipc) of a decode worker",
     )  # fmt: skip
     parser.add_argument("--cpu", type=int, help="pin to this core")
+    parser.add_argument(
+        "--lease-cores", choices=get_args(LeaseMode), default=WorkerConfig.lease_cores,
+        help="auto: a pinned worker computes on idle neighbours' cores, too, and lends its own while it is idle",
+    )  # fmt: skip
     parser.add_argument("--check-invariants", action="store_true", help="prove the block states every step")
 
 
@@ -88,5 +94,6 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         check_invariants=args.check_invariants,
         curve=curve,
         link=args.link,
+        lease_cores=args.lease_cores,
         ring_bytes=parse_size(args.ring_memory),
     )

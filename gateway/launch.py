@@ -63,6 +63,7 @@ class UpConfig:
     reasoning_parser: Mapping[str, str] = field(default_factory=dict)
     keep_alive_s: float | None = None
     link: str | None = None
+    lease_cores: str | None = None
     dtype: str | None = None
     block_size: int | None = None
     prefill_block_size: int | None = None
@@ -112,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     workers.add_argument("--gateways", type=int, default=UpConfig.gateways, metavar="N", help="on consecutive ports")
     workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
     workers.add_argument("--link", choices=("auto", "shm", "zmq"), help="how KV moves (auto: shm)")
+    workers.add_argument("--lease-cores", choices=("auto", "never"), help="compute on idle neighbours' cores, too")
     workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute prompts itself")
     memory = parser.add_argument_group("model and memory")
     memory.add_argument("--dtype", help="float32, float16 or bfloat16")
@@ -263,6 +265,7 @@ def child_specs(
         gateway=controls,
         drain_timeout_s=config.drain_timeout_s,
         link=config.link,
+        lease_cores=config.lease_cores,
         dtype=config.dtype,
         chunk_tokens=config.chunk_tokens,
         no_prefix_caching=config.no_prefix_caching,

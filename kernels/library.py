@@ -53,7 +53,7 @@ SIGNATURES = {  # a letter for every argument
     "pd_read_kv": "ppipp",
     "pd_begin_layer": "ppppppipppi",
     "pd_end_layer": "pppppppppi",
-    "pd_set_threads": "ipp",
+    "pd_set_threads": "ippip",
     "pd_helped_ns": "p",
 }
 

@@ -7,6 +7,7 @@ import sys
 
 from ..engine.budget import WorstStep
 from ..engine.config import exit_with_parent, handle_termination, pin_to_cpu, run_main, setup_logging
+from ..engine.cores import take_cores
 from ..engine.setup import build_engine
 from .config import parse_arguments
 from .scheduler import PrefillLimits
@@ -17,10 +18,10 @@ def main() -> None:
     config, args = parse_arguments(sys.argv[1:])
     exit_with_parent(args.exit_with_parent)
     setup_logging(args.log_level, args.log_json)
-    pin_to_cpu(config.worker.cpu)
+    cores = take_cores(config.worker, pin_to_cpu(config.worker.cpu))
     worst = WorstStep(config.worker.chunk_tokens, PrefillLimits.max_computing)
     engine = build_engine(config.worker.engine, worst, "never")  # slabs leave between the layers of a step
-    worker = PrefillWorker(config, engine, socket.gethostname())
+    worker = PrefillWorker(config, engine, socket.gethostname(), cores)
     handle_termination(worker.drain, worker.stop)
     worker.run()
 

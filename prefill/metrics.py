@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import Gauge
 
 from ..engine.block_pool import BlockPool
+from ..engine.cores import Cores
 from ..engine.metrics import WorkerMetrics
 from ..transfer.channel import FrameCounts
 from ..transfer.reports import Family
@@ -22,7 +23,9 @@ class PrefillMetrics(WorkerMetrics):
             ["link", "reason"], registry=self.registry,
         )  # fmt: skip
 
-    def snapshot_with(self, links: Iterable[PeerLink], pool: BlockPool, frames: FrameCounts) -> list[Family]:
+    def snapshot_with(
+        self, links: Iterable[PeerLink], pool: BlockPool, frames: FrameCounts, cores: Cores
+    ) -> list[Family]:
         """All families as they stand now."""
         self.links.clear()
         self.link_refusals.clear()
@@ -31,4 +34,4 @@ class PrefillMetrics(WorkerMetrics):
                 self.links.labels(link.link).inc()
             if link.refusal is not None:
                 self.link_refusals.labels(link.refusal.link, link.refusal.reason).inc()
-        return self.snapshot(pool, frames)
+        return self.snapshot(pool, frames, cores)

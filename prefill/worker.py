@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from ..engine.block_pool import root_key
+from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
 from ..engine.rate import Rate
@@ -60,7 +61,7 @@ PUMP_EVERY_S = 0.004
 class PrefillWorker:
     """One prefill process. `run` returns after `stop`."""
 
-    def __init__(self, config: PrefillConfig, engine: Engine, host: str) -> None:
+    def __init__(self, config: PrefillConfig, engine: Engine, host: str, cores: Cores | None = None) -> None:
         self._config = config
         self._host = host
         self._engine = engine
@@ -86,6 +87,7 @@ class PrefillWorker:
         self._step: list[Work] = []
         self._rate = Rate()  # of prompt tokens
         self._ready = False
+        self._cores = cores or no_cores()
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
@@ -107,6 +109,7 @@ class PrefillWorker:
         self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:
+                self._cores.look(time.monotonic())
                 self._receive()
                 batch = self._scheduler.plan(time.monotonic())
                 if batch:
@@ -122,6 +125,7 @@ class PrefillWorker:
             self._peers.close()
             self._grammars.close()
             self._context.destroy(linger=200)
+            self._cores.close()
 
     def _receive(self) -> None:
         self._pump()
@@ -139,7 +143,9 @@ class PrefillWorker:
             poller.register(socket, zmq.POLLIN)
         if self._grammars.descriptor is not None:
             poller.register(self._grammars.descriptor, zmq.POLLIN)
-        poller.poll(DEVICE_WAIT_MS if self._scheduler.is_copying else IDLE_WAIT_MS)
+        self._cores.idle()
+        if poller.poll(DEVICE_WAIT_MS if self._scheduler.is_copying else IDLE_WAIT_MS):
+            self._cores.busy()
 
     def _between_layers(self, layer: int) -> None:
         """This layer's KV of the running step is written: ship it, then look at the control sockets."""
@@ -279,6 +285,7 @@ class PrefillWorker:
     # --- one step --------------------------------------------------------------------------------------------
 
     def _run_step(self, batch: list[Work]) -> None:
+        self._cores.busy()
         started = time.monotonic()
         self._step = batch
         chunks = [_chunk(work) for work in batch]
@@ -391,7 +398,7 @@ class PrefillWorker:
             queued_tokens=sum(p.num_missing for p in self._scheduler if p.state in (State.WAITING, State.COMPUTING)),
             draining=self._members.draining,
             links=self._peers.report(),
-            metrics=self._metrics.snapshot_with(self._peers, self._engine.pool, self._frames),
+            metrics=self._metrics.snapshot_with(self._peers, self._engine.pool, self._frames, self._cores),
             speed=Speed(prompt_tokens_per_s=self._rate.per_s or 0.0),
         )
 

@@ -5,6 +5,9 @@
  * moment, since a step is a string of them, and then sleep. How many there are, and on which cores, may change at any
  * time, from any thread, in the middle of a job too.
  *
+ * A helper's core may be borrowed from another process, whose state lies in shared memory (`Lender`). Every claim looks
+ * there: when the lender turns busy its core is left after the item in hand. A core has one borrower at a time.
+ *
  * The counter holds the number of the job above that of the next item, and every claim is a compare-and-swap. The caller
  * closes the counter, describes the next job, and opens it with the next number. So what a helper has read of a job is
  * still true if its claim succeeds, and one that comes late cannot take an item of one job for that of another.
@@ -14,6 +17,8 @@
 #endif
 #include "threads.h"
 #include "vector.h"
+
+#define MOST_HELPERS 31
 
 #ifdef __linux__
 #include <linux/futex.h>
@@ -26,7 +31,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST_HELPERS 31
 #define ITEM_BITS 32
 #define CLOSED 0xffffffffull /* in place of an item: above every count */
 #define LOOK_OUT_NS 80000   /* of a helper, for the next job: longer than what lies between two of a step */
@@ -34,11 +38,19 @@
 #define STACK_BYTES (1 << 20)
 #define LINE _Alignas(64) /* what different threads write lies in different cache lines */
 
+/* A core on the board that the processes of a machine share, see engine/cores.py. */
+typedef struct {
+    atomic_uint_least64_t busy; /* a byte for each of its owners */
+    atomic_uint borrower;       /* whose helper is there, 0 for nobody's */
+} Lender;
+
 typedef struct {
     LINE atomic_uint asleep; /* and what it sleeps on */
     atomic_bool working;     /* it has, or is about to claim, an item */
     atomic_bool away;        /* not on its own core: the caller fetched it */
     atomic_int core;
+    _Atomic(Lender *) lender; /* null: the core is there for this helper */
+    Lender *held;             /* the helper's own: which lender it is the borrower of */
     atomic_llong worked_ns;
     pthread_t thread;
     bool exists;
@@ -53,6 +65,7 @@ static struct {
     atomic_int_least64_t count;
     atomic_bool taken; /* by a caller; another one works alone */
     LINE atomic_int helpers;
+    atomic_uint name; /* of this process, as a borrower */
     Helper team[MOST_HELPERS];
     pthread_mutex_t changing;
 } state = {.changing = PTHREAD_MUTEX_INITIALIZER};
@@ -86,7 +99,34 @@ static int bind_to(pthread_t thread, int core) {
 
 /* Whether this helper is to take part now. */
 static bool wanted(const Helper *helper) {
-    return helper - state.team < atomic_load(&state.helpers) && !atomic_load(&helper->away);
+    if (helper - state.team >= atomic_load(&state.helpers) || atomic_load(&helper->away)) return false;
+    Lender *lender = atomic_load(&helper->lender);
+    return !lender || !atomic_load(&lender->busy);
+}
+
+/* Whether it could: its core's owners are idle, and no other process has borrowed it. */
+static bool available(const Helper *helper) {
+    Lender *lender = atomic_load(&helper->lender);
+    if (!lender) return true;
+    const unsigned borrower = atomic_load(&lender->borrower);
+    return !atomic_load(&lender->busy) && (!borrower || borrower == atomic_load(&state.name));
+}
+
+static void leave_core(Helper *me) {
+    unsigned name = atomic_load(&state.name);
+    if (me->held) atomic_compare_exchange_strong(&me->held->borrower, &name, 0);
+    me->held = NULL;
+}
+
+static bool enter_core(Helper *me) {
+    Lender *lender = atomic_load(&me->lender);
+    if (lender != me->held) leave_core(me);
+    if (!lender) return true;
+    unsigned nobody = 0;
+    const unsigned name = atomic_load(&state.name);
+    if (!atomic_compare_exchange_strong(&lender->borrower, &nobody, name) && nobody != name) return false;
+    me->held = lender;
+    return true;
 }
 
 static uint64_t current_job(void) { return atomic_load(&state.ticket) >> ITEM_BITS; }
@@ -107,6 +147,7 @@ static bool do_one(void) {
 
 static void take_part(Helper *me) {
     int64_t began = 0;
+    if (!wanted(me) || !enter_core(me)) return;
     atomic_store(&me->working, true);
     while (wanted(me)) {
         if (!began) began = now_ns();
@@ -125,6 +166,8 @@ static void *help(void *argument) {
         take_part(me);
         const int64_t until = now_ns() + LOOK_OUT_NS;
         while (current_job() == job && wanted(me) && now_ns() < until) pause_briefly();
+        if (current_job() != job && wanted(me)) continue;
+        leave_core(me);
         atomic_store(&me->asleep, 1);
         while (atomic_load(&me->asleep) && !(current_job() != job && wanted(me))) sleep_on(&me->asleep, 1);
         atomic_store(&me->asleep, 0);
@@ -136,6 +179,7 @@ static void *help(void *argument) {
 static void call_helpers(void) {
     const int helpers = atomic_load(&state.helpers);
     for (Helper *helper = state.team; helper < state.team + helpers; helper++) {
+        if (!available(helper)) continue;
         if (atomic_load(&helper->away) && !bind_to(helper->thread, atomic_load(&helper->core)))
             atomic_store(&helper->away, false);
         if (atomic_load(&helper->asleep) && atomic_exchange(&helper->asleep, 0)) wake(&helper->asleep);
@@ -168,8 +212,15 @@ static void wait_for(unsigned items) {
     }
 }
 
+int pd_may_be_helped(void) {
+    const int helpers = atomic_load(&state.helpers);
+    for (int i = 0; i < helpers; i++)
+        if (available(state.team + i)) return 1;
+    return 0;
+}
+
 void pd_parallel(Work work, void *context, int64_t count) {
-    if (count < 2 || count >= (int64_t)CLOSED || !atomic_load(&state.helpers) || atomic_exchange(&state.taken, true)) {
+    if (count < 2 || count >= (int64_t)CLOSED || !pd_may_be_helped() || atomic_exchange(&state.taken, true)) {
         for (int64_t item = 0; item < count; item++) work(context, item);
         return;
     }
@@ -221,34 +272,39 @@ static bool start(Helper *helper, int core) {
     return helper->exists;
 }
 
-/* From now on `helpers` threads help, each on one of `cores`. `got`: how many do, fewer if the system allows no more. */
-EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, int64_t *got) {
+/* From now on `helpers` threads help, each on one of `cores`, borrowed under `name` (not 0) from the one of `lenders`
+ * (addresses; 0: not borrowed) while that is idle. A lender must stay where it is as long as the process lives.
+ * `got`: how many may help, fewer if the system allows no more. */
+EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t *lenders, int64_t name, int64_t *got) {
     static bool prepared;
     pthread_mutex_lock(&state.changing);
     if (!prepared) prepared = !pthread_atfork(before_fork, after_fork, in_child);
     if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
     int started = 0;
-    while (started < helpers && prepared && start(state.team + started, (int)cores[started])) started++;
+    atomic_store(&state.name, (unsigned)name);
+    for (; started < helpers && prepared; started++) {
+        atomic_store(&state.team[started].lender, (Lender *)(intptr_t)lenders[started]);
+        if (!start(state.team + started, (int)cores[started])) break;
+    }
     atomic_store(&state.helpers, started);
     *got = started;
     pthread_mutex_unlock(&state.changing);
 }
 
-/* For how long helpers have worked, since the process began, all of them together. */
-EXPORT void pd_helped_ns(int64_t *total) {
-    *total = 0;
-    for (int i = 0; i < MOST_HELPERS; i++) *total += atomic_load(&state.team[i].worked_ns);
+/* For how long each helper has worked since the process began. worked_ns [MOST_HELPERS] */
+EXPORT void pd_helped_ns(int64_t *worked_ns) {
+    for (int i = 0; i < MOST_HELPERS; i++) worked_ns[i] = atomic_load(&state.team[i].worked_ns);
 }
-
-int pd_may_be_helped(void) { return atomic_load(&state.helpers) > 0; }
 
 #else /* no helpers: futexes and affinity are Linux's */
 
 void pd_parallel(Work work, void *context, int64_t count) {
     for (int64_t item = 0; item < count; item++) work(context, item);
 }
-EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, int64_t *got) { *got = 0; }
-EXPORT void pd_helped_ns(int64_t *total) { *total = 0; }
+EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t *lenders, int64_t name, int64_t *got) {
+    *got = 0;
+}
+EXPORT void pd_helped_ns(int64_t *worked_ns) { memset(worked_ns, 0, MOST_HELPERS * sizeof *worked_ns); }
 int pd_may_be_helped(void) { return 0; }
 
 #endif

@@ -1,0 +1,111 @@
+"""Idle cores, lent from one worker of a machine to another.
+
+A worker computes on one thread, on a core of its own. While it has nothing to do, a neighbour whose step is running may
+use that core for a helper thread (`kernels/native/threads.c`), and gives it back within an item, about 100 µs, when the
+owner has work again. A step's results are the same to the bit, however many threads it ran on.
+
+A worker marks itself busy (`core_board.py`) as soon as anything arrives, and idle when it is about to wait with nothing
+to compute. Helpers look at that mark before every item. Once a second a worker looks who else is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+
+from ..kernels.library import native
+from ..kernels.threads import MOST_HELPERS, helped_seconds, set_helpers
+from .core_board import BOARD_CORES, SEATS, CoreBoard, Seat, Unavailable, board_path
+from .worker_flags import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+
+
+class Cores:
+    """One worker's part in it: says when it is busy, and borrows its neighbours' cores for its own kernels.
+
+    Without a board it does nothing.
+    """
+
+    def __init__(self, board: CoreBoard | None, seat: Seat | None, others: Collection[int]) -> None:
+        """`seat`: taken; `others`: the cores it may compute on besides its own, if their owners lend them."""
+        self._board = board
+        self._seat = seat
+        self._others = sorted(core for core in others if core < BOARD_CORES and (seat is None or core != seat.core))
+        self._library = native() if board is not None else None
+        self._lent: list[int] = []
+        self._busy = True
+        self._look_at = 0.0
+        self._worked_s = helped_seconds(self._library) if self._library is not None else []
+
+    def busy(self) -> None:
+        """This worker is about to work: nobody may use its core any more."""
+        if self._board is not None and self._seat is not None and not self._busy:
+            self._busy = True
+            self._board.mark(self._seat, busy=True)
+
+    def idle(self) -> None:
+        """This worker is about to wait, with nothing to compute."""
+        if self._board is not None and self._seat is not None and self._busy:
+            self._busy = False
+            self._board.mark(self._seat, busy=False)
+
+    def look(self, now: float) -> None:
+        """From time to time: who else is there? Their cores get a helper each, which works while they are idle."""
+        if self._board is None or self._seat is None or self._library is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        lent = [core for core in self._others if self._board.owned(core)][:MOST_HELPERS]
+        if lent != self._lent:
+            self._lent = lent
+            lenders = [self._board.lender(core) for core in lent]
+            got = set_helpers(self._library, lent, lenders, self._seat.name)
+            log.info("computes on core %d, and on %s while idle", self._seat.core, lent[:got] or "no other")
+
+    def helped(self) -> tuple[float, int]:
+        """(seconds that helpers have worked, how many of them did) since the last call."""
+        if self._library is None:
+            return 0.0, 0
+        before, self._worked_s = self._worked_s, helped_seconds(self._library)
+        more = [now - then for now, then in zip(self._worked_s, before, strict=True)]
+        return sum(more), sum(seconds > 0 for seconds in more)
+
+    def close(self) -> None:
+        if self._board is not None:
+            if self._library is not None:
+                set_helpers(self._library, [])
+            self._board.close()
+            self._board = None
+
+
+def no_cores() -> Cores:
+    """For a worker that neither lends nor borrows."""
+    return Cores(None, None, ())
+
+
+def take_cores(config: WorkerConfig, allowed: Collection[int]) -> Cores:
+    """Take part in lending, if the flags say so and this process is bound to one core.
+
+    `allowed`: the cores that it may use at all. Raises nothing: what stands in the way of lending is logged.
+    """
+    if config.lease_cores == "never" or not hasattr(os, "sched_getaffinity"):
+        return no_cores()
+    own = os.sched_getaffinity(0)
+    if len(own) != 1:
+        log.info("not bound to one core (--cpu): idle cores are neither lent nor borrowed")
+        return no_cores()
+    (core,) = own
+    try:
+        board = CoreBoard(board_path())
+    except Unavailable as reason:
+        log.warning("idle cores are neither lent nor borrowed: %s", reason)
+        return no_cores()
+    seat = board.take_seat(core)
+    if seat is None:
+        board.close()
+        log.warning("core %d has %d workers already: this one neither lends nor borrows", core, SEATS)
+        return no_cores()
+    return Cores(board, seat, allowed if config.engine.device == "cpu" else ())
