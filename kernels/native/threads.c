@@ -35,6 +35,8 @@
 #define CLOSED 0xffffffffull /* in place of an item: above every count */
 #define LOOK_OUT_NS 80000   /* of a helper, for the next job: longer than what lies between two of a step */
 #define WAIT_NS 150000      /* of the caller, for an item that a helper holds, until it fetches that helper */
+#define SHORTEST_REST_NS 1000000 /* of a helper that had to be fetched; twice as long if it happens again soon */
+#define LONGEST_REST_NS 128000000
 #define STACK_BYTES (1 << 20)
 #define LINE _Alignas(64) /* what different threads write lies in different cache lines */
 
@@ -54,6 +56,8 @@ typedef struct {
     atomic_llong worked_ns;
     pthread_t thread;
     bool exists;
+    atomic_llong rests_until;
+    int64_t rest_ns; /* the caller's own: the latest rest */
 } Helper;
 
 static struct {
@@ -104,8 +108,11 @@ static bool wanted(const Helper *helper) {
     return !lender || !atomic_load(&lender->busy);
 }
 
-/* Whether it could: its core's owners are idle, and no other process has borrowed it. */
+/* Whether it could: its core's owners are idle, and neither has another process borrowed it, nor is it so full of other
+ * work that the helper was not run. */
 static bool available(const Helper *helper) {
+    const int64_t rests_until = atomic_load(&helper->rests_until);
+    if (rests_until && now_ns() < rests_until) return false;
     Lender *lender = atomic_load(&helper->lender);
     if (!lender) return true;
     const unsigned borrower = atomic_load(&lender->borrower);
@@ -186,13 +193,18 @@ static void call_helpers(void) {
     }
 }
 
-/* Helpers that hold an item but got no time on their core for too long may go on with it on this one. */
+/* Helpers that hold an item but got no time on their core for too long may go on with it on this one. On a core with
+ * other work to do that would happen every few milliseconds, and be no help: they rest, the longer the more often. */
 static void fetch_helpers(void) {
-    int core = sched_getcpu();
+    const int core = sched_getcpu();
+    const int64_t now = now_ns();
     for (Helper *helper = state.team; core >= 0 && helper < state.team + MOST_HELPERS; helper++)
         if (atomic_load(&helper->working)) {
             atomic_store(&helper->away, true); /* before it can find itself here with more to do */
             bind_to(helper->thread, core);
+            const int64_t longer = helper->rest_ns < LONGEST_REST_NS ? 2 * helper->rest_ns : LONGEST_REST_NS;
+            helper->rest_ns = now - atomic_load(&helper->rests_until) > 4 * helper->rest_ns ? SHORTEST_REST_NS : longer;
+            atomic_store(&helper->rests_until, now + helper->rest_ns);
         }
 }
 

@@ -204,10 +204,8 @@ def test_a_neighbours_core_is_used_while_it_is_idle_and_only_then(path: Path, ow
     assert seconds > 0
     assert helpers == 1
     neighbour.tell("busy")
-    some_work()  # whatever was under way has ended
-    cores.helped()
-    assert not helped_by(some_work, 0.2)
     until(lambda: board.borrower(other) == 0, "the helper leaves the core")
+    assert not helped_by(some_work, 0.2)
     neighbour.kill()  # while busy
     assert owner(other).tell("idle")
     cores.look(10.0)
