@@ -1,11 +1,12 @@
 """`bench kernels`: how near the CPU kernels come to what this machine can do, on one thread, without a server.
 
-1. limits     what one core reads and copies, and computes in a large matrix product
+1. limits     what one core reads and copies, and computes in a large matrix product (torch's or ours, the faster one)
 2. linear     all matrix products of one step of the model, by our kernels and by torch's `F.linear`; the floor is the
               larger of weights / read and operations / matrix product
 3. attention  single new tokens over a paged cache, one layer of the model
-4. step       one decode step of the model, and one chunk of a prompt, with its own modules and with fused ones;
-              everything but the sampler
+4. step       one decode step of the model, with its own modules and with fused ones, everything but the sampler; and
+              against the sum of its matrix products
+5. prompt     the same for a prompt in chunks, and its operations a second as a share of the large matrix product's
 
 Every figure is the best of as many runs as fit `--seconds`, in processor time of the one thread: other work on the
 machine makes runs longer (it takes cache and memory bandwidth), never shorter, and waiting for a core does not count.
@@ -44,7 +45,9 @@ from .machine import describe_machine
 BLOCK_SIZE = 16
 LIMIT_MIB = 64  # what the limits are measured on: more than a last-level cache gives one core
 ATTENTION_SEQUENCES = 8
-PROMPT_TOKENS = 256  # of the chunk that is measured beside decode steps
+PROMPT_TOKENS = 1024
+CHUNK_TOKENS = 256  # as a prefill worker cuts it
+LARGE_PRODUCT_OPERATIONS = 2 * 512 * 512 * 1024
 REPORT_WIDTH = 110
 
 
@@ -77,9 +80,19 @@ class AttentionResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    what: str
+    rows: int
     own_ms: float
     fused_ms: float
+    over_linears: float  # fused / all its matrix products by our kernels
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    tokens: int
+    own_ms: float
+    fused_ms: float
+    gflop_s: float  # of matrix products and attention, fused
+    share_of_gemm: float
 
 
 class Stopwatch:
@@ -90,25 +103,35 @@ class Stopwatch:
 
     def best_s(self, run: Callable[[], object], share: float = 1.0) -> float:
         """The shortest of the runs that fit the time; at least three, after one that warms up."""
-        run()
-        best, runs, until = float("inf"), 0, time.perf_counter() + self._seconds * share
-        while runs < 3 or time.perf_counter() < until:
-            started = time.thread_time()
-            run()
-            best = min(best, time.thread_time() - started)
-            runs += 1
+        return self.best_each_s([run], share)[0]
+
+    def best_each_s(self, runs: Sequence[Callable[[], object]], share: float = 1.0) -> list[float]:
+        """The shortest of each, taking turns: what disturbs one then disturbs all, and ratios stand."""
+        best, rounds, until = [float("inf")] * len(runs), -1, time.perf_counter() + self._seconds * share
+        while rounds < 3 or time.perf_counter() < until:
+            for i, run in enumerate(runs):
+                started = time.thread_time()
+                run()
+                if rounds >= 0:
+                    best[i] = min(best[i], time.thread_time() - started)
+            rounds += 1
         return best
+
+
+def _large_products() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Torch's and ours; half a GFLOP each."""
+    a, b = torch.randn(512, 1024), torch.randn(512, 1024)
+    return partial(F.linear, a, b), partial(linear, a, b)
 
 
 def measure_limits(watch: Stopwatch) -> Limits:
     source = torch.ones(LIMIT_MIB << 18)
     target = torch.empty_like(source)
-    a, b, c = torch.randn(512, 1024), torch.randn(1024, 512), torch.empty(512, 512)
     source_bytes = source.numel() * 4
     return Limits(
         read_gb_s=source_bytes / watch.best_s(source.max) / 1e9,
         copy_gb_s=2 * source_bytes / watch.best_s(lambda: target.copy_(source)) / 1e9,
-        gemm_gflop_s=2 * 512 * 512 * 1024 / watch.best_s(lambda: torch.mm(a, b, out=c)) / 1e9,
+        gemm_gflop_s=LARGE_PRODUCT_OPERATIONS / min(watch.best_each_s(_large_products())) / 1e9,
     )
 
 
@@ -161,21 +184,70 @@ def measure_attention(heads: int, kv_heads: int, head_dim: int, context: int, wa
     return AttentionResult(context, mine_s * 1e3, seconds(False) * 1e3, kv_bytes / mine_s / 1e9)
 
 
-def measure_steps(model: LoadedModel, rows: Sequence[int], context: int, watch: Stopwatch) -> list[float]:
-    """Milliseconds of a decode step, for each number of rows, and of the first chunk of a prompt."""
+def measure_steps(
+    model: LoadedModel, rows: Sequence[int], context: int, watch: Stopwatch
+) -> list[tuple[float, float]]:
+    """Seconds of a decode step and of all its matrix products by our kernels, for each number of rows."""
     per_sequence = -(-context // BLOCK_SIZE)
-    cache = KVCache(model.layout, max(max(rows) * per_sequence, PROMPT_TOKENS // BLOCK_SIZE), BLOCK_SIZE)
+    runner = _runner(model, max(rows) * per_sequence)
+    blocks = random.Random(0).sample(range(runner.cache.num_blocks), runner.cache.num_blocks)
+    weights, found = weights_of(model), []
+    for count in rows:
+        chunks = [
+            Chunk([10 + row], context - 1, blocks[row * per_sequence : (row + 1) * per_sequence], True)
+            for row in range(count)
+        ]
+        inputs = [torch.randn(count, weight.shape[1]) for weight in weights]
+
+        def products(inputs: list[Tensor] = inputs) -> None:
+            for x, weight in zip(inputs, weights, strict=True):
+                linear(x, weight)
+
+        step_s, products_s = watch.best_each_s([partial(runner.forward, chunks), products], 4.0)
+        found.append((step_s, products_s))
+    return found
+
+
+def prompt_tokens(model: LoadedModel) -> int:
+    return min(PROMPT_TOKENS, model.max_model_len)
+
+
+def measure_prompt(model: LoadedModel, watch: Stopwatch) -> tuple[float, float]:
+    """Seconds of a whole prompt, and of the large matrix product meanwhile."""
+    tokens = prompt_tokens(model)
+    runner = _runner(model, -(-tokens // BLOCK_SIZE))
+    blocks = random.Random(0).sample(range(runner.cache.num_blocks), runner.cache.num_blocks)
+    total_s, product_s = 0.0, float("inf")
+    for start in range(0, tokens, CHUNK_TOKENS):
+        end = min(start + CHUNK_TOKENS, tokens)
+        chunk = Chunk([10 + i % 100 for i in range(start, end)], start, blocks, end == tokens)
+        chunk_s, *products_s = watch.best_each_s([partial(runner.forward, [chunk]), *_large_products()], 2.0)
+        total_s += chunk_s
+        product_s = min(product_s, *products_s)
+    return total_s, product_s
+
+
+def prompt_operations(model: LoadedModel) -> int:
+    """Additions and multiplications of a prompt's matrix products and attention; logits of the last token alone."""
+    tokens, config = prompt_tokens(model), model.module.config.get_text_config()
+    head = weights_of(model)[-1]  # the last module of a causal model
+    weights = sum(weight.numel() for weight in weights_of(model)[:-1])
+    pairs = tokens * (tokens + 1) // 2 * config.num_attention_heads
+    attention: int = sum(2 * pairs * (shape.k_head_dim + shape.v_head_dim) for shape in model.layout.layers)
+    return 2 * tokens * weights + 2 * head.numel() + attention
+
+
+def _prompt_result(model: LoadedModel, own_s: float, fused_s: float, product_s: float) -> PromptResult:
+    gflop_s = prompt_operations(model) / fused_s / 1e9
+    share = gflop_s / (LARGE_PRODUCT_OPERATIONS / product_s / 1e9)
+    return PromptResult(prompt_tokens(model), own_s * 1e3, fused_s * 1e3, gflop_s, share)
+
+
+def _runner(model: LoadedModel, num_blocks: int) -> Runner:
+    cache = KVCache(model.layout, num_blocks, BLOCK_SIZE)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
-    runner = Runner(model, cache)
-    blocks = random.Random(0).sample(range(cache.num_blocks), cache.num_blocks)
-    chunks = [
-        Chunk([10 + row], context - 1, blocks[row * per_sequence : (row + 1) * per_sequence], True)
-        for row in range(max(rows))
-    ]
-    batches = [chunks[:n] for n in rows]
-    batches.append([Chunk([10 + i % 100 for i in range(PROMPT_TOKENS)], 0, blocks, True)])
-    return [watch.best_s(partial(runner.forward, batch), 4.0) * 1e3 for batch in batches]
+    return Runner(model, cache)
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
@@ -233,13 +305,16 @@ def main(arguments: list[str]) -> int:
     with torch.inference_mode():
         limits = measure_limits(watch)
         own = _load(args.model, fused=False)
-        own_ms = measure_steps(own, rows, args.context, watch)
+        own_steps, own_prompt = measure_steps(own, rows, args.context, watch), measure_prompt(own, watch)
         del own
         gc.collect()
         fused = _load(args.model, fused=True)
-        named = [*(f"{count} rows" for count in rows), f"prompt of {PROMPT_TOKENS}"]
-        fused_ms = measure_steps(fused, rows, args.context, watch)
-        steps = [StepResult(*row) for row in zip(named, own_ms, fused_ms, strict=True)]
+        fused_steps, fused_prompt = measure_steps(fused, rows, args.context, watch), measure_prompt(fused, watch)
+        steps = [
+            StepResult(count, own_s * 1e3, step_s * 1e3, step_s / products_s)
+            for count, (own_s, _), (step_s, products_s) in zip(rows, own_steps, fused_steps, strict=True)
+        ]
+        prompt = _prompt_result(fused, own_prompt[0], *fused_prompt)
         linears = [measure_linear(weights_of(fused), count, limits, watch) for count in rows]
         config, shape = fused.module.config.get_text_config(), fused.layout.layers[0]
         attentions = [
@@ -257,13 +332,21 @@ def main(arguments: list[str]) -> int:
         console, f"attention of {ATTENTION_SEQUENCES} sequences, one layer, ms", attentions,
         ["context", "C", "torch", "GB/s"],
     )  # fmt: skip
-    _print_table(console, f"step at {args.context} tokens of context, ms", steps, ["step", "own modules", "fused"])
+    _print_table(
+        console, f"step at {args.context} tokens of context, ms", steps,
+        ["rows", "own modules", "fused", "fused / its products in C"],
+    )  # fmt: skip
+    _print_table(
+        console, f"prompt in chunks of {CHUNK_TOKENS}, ms", [prompt],
+        ["tokens", "own modules", "fused", "GFLOP/s", "of the large product's"],
+    )  # fmt: skip
     print(
         json.dumps(
             {
                 "bench": "kernels", "machine": asdict(machine), "level": level(), "arguments": arguments,
                 "limits": asdict(limits), "linear": [asdict(r) for r in linears],
                 "attention": [asdict(r) for r in attentions], "step": [asdict(r) for r in steps],
+                "prompt": asdict(prompt),
             }
         ),
         flush=True,
