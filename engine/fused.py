@@ -1,15 +1,17 @@
-"""Modules of a transformers model replaced by ones on the kernels in C; weights are shared, never copied.
+"""Modules of a transformers model replaced by ones on our kernels: in C on the CPU, where weights are shared and never
+copied; on a GPU with q, k, v and gate, up joined, of which the original weights become views.
 
-Two kinds: every plain `nn.Linear`, and whole decoder layers. A layer is recognised by what it is made of (pre-norm, q,
-k, v and o projections, joined or apart, perhaps norms of q and k, a gated MLP or one of its own kind), not by its name.
-What a list of parts cannot show (another formula in the norm, scaled residuals, a query scaled by its position) shows
-in numbers: the model runs a few tokens, early and late positions among them, before and after, and keeps its own layers
-if any layer's queries, keys, values or settings of attention, or the logits, differ.
+Two kinds: every plain `nn.Linear` (in C only), and whole decoder layers. A layer is recognised by what it is made of
+(pre-norm, q, k, v and o projections, joined or apart, perhaps norms of q and k, a gated MLP or one of its own kind),
+not by its name. What a list of parts cannot show (another formula in the norm, scaled residuals, a query scaled by its
+position) shows in numbers: the model runs a few tokens, early and late positions among them, before and after, and
+keeps its own layers if any layer's queries, keys, values or settings of attention, or the logits, differ.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection, Scratch
+from ..kernels.joined_layer import JoinedLayer
 from ..kernels.library import native
 from ..kernels.linear import linear
 from ..transfer.errors import UnsupportedModel
@@ -32,8 +35,10 @@ NORMS = {"q_norm", "k_norm"}
 MLP_APART, MLP_JOINED = {"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}
 EPSILONS = ("variance_epsilon", "eps")
 
-# Largest difference of logits, queries, keys and values, in their standard deviations: rounding stays far below it.
-TOLERANCE = 1e-3
+# Largest difference of logits, queries, keys and values, in their standard deviations: rounding stays below it.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.5, torch.bfloat16: 0.5}
+
+Kernels = Callable[[LayerWeights], DecoderLayer | JoinedLayer | None]  # a layer of ours, unless it is not for them
 
 
 class NativeLinear(nn.Linear):
@@ -50,12 +55,12 @@ class NativeLinear(nn.Linear):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in a few calls of C. `original` still owns its float32 weights."""
+    """A decoder layer in a few calls of ours. `original` still owns its float32 weights, in C."""
 
     def __init__(
         self,
         original: nn.Module,
-        layer: DecoderLayer,
+        layer: DecoderLayer | JoinedLayer,
         attention: AttentionCall,
         seat: Seat,
         scratch: Scratch,
@@ -77,7 +82,7 @@ class FusedLayer(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
 
-    def take(self, layer: DecoderLayer) -> None:
+    def take(self, layer: DecoderLayer | JoinedLayer) -> None:
         """Compute with other weights from now on; the original lets go of its own that are not needed any more."""
         self.layer = layer
         for part in ("self_attn",) if self._own_mlp else ("self_attn", "mlp"):
@@ -89,44 +94,68 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         cos, sin = (part.contiguous() for part in position_embeddings)
         attention = self._seat.attention
-        paged = None if self._own_mlp else attention.paged(self._attention)
-        if paged is not None:
+        layer = self.layer
+        if not self._own_mlp and isinstance(layer, DecoderLayer) and (paged := attention.paged(self._attention)):
             hidden = hidden_states.contiguous()
-            self.layer.begin(paged.layer, paged.slots, hidden, cos, sin, self._scratch)
+            layer.begin(paged.layer, paged.slots, hidden, cos, sin, self._scratch)
             paged.written()
-            self.layer.end(paged.layer, paged.step, hidden, self._scratch)
+            layer.end(paged.layer, paged.step, hidden, self._scratch)
             return hidden
         hidden = hidden_states[0].contiguous()  # [num_tokens, hidden]
-        q, k, v = self.layer.attention_inputs(hidden, cos[0], sin[0])
+        q, k, v = layer.attention_inputs(hidden, cos[0], sin[0])
         known = self._attention
         call = AttentionCall(q, k, v, known.scale, known.window, known.softcap, known.sinks)
-        total, normed = self.layer.attention_outputs(attention.attend(call).contiguous(), hidden)
+        total, normed = layer.attention_outputs(attention.attend(call).contiguous(), hidden)
         if self._own_mlp:
             mixed: Tensor = self.original.get_submodule("mlp")(normed[None])
             return total[None] + mixed
-        self.layer.add_mlp(normed, total)
+        layer.add_mlp(normed, total)
         return total[None]
 
 
-def fuse(module: PreTrainedModel, max_model_len: int) -> None:
-    """Replace what the kernels do better; nothing where they cannot run: not float32, not the CPU, no compiler.
+def in_c(weights: LayerWeights) -> DecoderLayer:
+    library = native()
+    assert library is not None
+    return DecoderLayer(weights, library)
+
+
+def joined(weights: LayerWeights) -> JoinedLayer | None:
+    norms = [norm for norm in (weights.q_norm, weights.k_norm) if norm is not None]
+    if len(norms) == 1 or any(norm.weight.numel() != weights.head_dim for norm in norms):
+        return None
+    return JoinedLayer(weights)
+
+
+def kernels_for(module: PreTrainedModel) -> Kernels | None:
+    """What can take the place of this model's layers; None where nothing can."""
+    if module.device.type == "cuda":
+        return joined
+    return in_c if module.dtype == torch.float32 and module.device.type == "cpu" and native() is not None else None
+
+
+def fuse(module: PreTrainedModel, max_model_len: int, kernels: Kernels | None) -> None:
+    """Replace what the kernels do better; nothing without any.
 
     The model has been probed. Leaves the attention of a probe installed.
     """
-    if module.dtype != torch.float32 or module.device.type != "cpu" or native() is None:
+    if kernels is None:
         return
     before, _ = _observe(module, max_model_len)
-    replaced = {} if before is None else _fuse_layers(module, before.calls)
-    for name, child in list(module.named_modules()):
-        if type(child) is nn.Linear:
-            module.set_submodule(name, NativeLinear(child))
+    replaced = {} if before is None else _fuse_layers(module, before.calls, kernels)
+    if kernels is in_c:
+        for name, child in list(module.named_modules()):
+            if type(child) is nn.Linear:
+                module.set_submodule(name, NativeLinear(child))
     if before is None or not replaced:
         return
     after, reason = _observe(module, max_model_len)
     if after is not None:
         difference = before.difference(after)
-        if difference <= TOLERANCE:
-            log.info("%d of %d layers run on kernels in C", len(replaced), len(before.calls))
+        if difference <= TOLERANCE[module.dtype]:
+            log.info("%d of %d layers run on kernels of ours", len(replaced), len(before.calls))
+            for fused in replaced.values():
+                if isinstance(fused.layer, JoinedLayer):
+                    fused.take(fused.layer)
             return
         reason = f"fused ones differ by {difference:.2g}"
     log.info("%s keeps its own layers: %s", type(module).__name__, reason)
@@ -142,10 +171,8 @@ def _observe(module: PreTrainedModel, max_model_len: int) -> tuple[Observation |
         return None, " ".join(str(error).split()) or type(error).__name__
 
 
-def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[str, FusedLayer]:
+def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall], kernels: Kernels) -> dict[str, FusedLayer]:
     """Put fused layers in the place of those that can be, all or none; by name."""
-    library = native()
-    assert library is not None
     found = [
         (name, child) for name, child in module.named_modules() if dict(child.named_children()).keys() >= LAYER_PARTS
     ]
@@ -155,12 +182,12 @@ def _fuse_layers(module: PreTrainedModel, calls: list[AttentionCall]) -> dict[st
     scratch = Scratch()
     for (name, child), call in zip(found, calls, strict=True):
         weights = _recognise(child, call)
-        if weights is None:
+        layer = None if weights is None else kernels(weights)
+        if weights is None or layer is None:
             return {}
-        native_layer = DecoderLayer(weights, library)
-        layers[name] = FusedLayer(child, native_layer, call, seat_of(module), scratch, own_mlp=weights.mlp is None)
-    for name, layer in layers.items():
-        module.set_submodule(name, layer)
+        layers[name] = FusedLayer(child, layer, call, seat_of(module), scratch, own_mlp=weights.mlp is None)
+    for name, fused in layers.items():
+        module.set_submodule(name, fused)
     return layers
 
 
@@ -212,9 +239,10 @@ def _norm(module: nn.Module) -> Norm | None:
     if len(weights) != 1 or weights[0].dim() != 1 or not isinstance(epsilon, float):
         return None
     weight = weights[0]
-    x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype)[None] * 0.01
-    expected = weight * x * torch.rsqrt(x.square().mean() + epsilon)
-    if not torch.allclose(module(x), expected, rtol=1e-4, atol=1e-6):
+    x = torch.linspace(-1.0, 2.0, len(weight), dtype=torch.float32, device=weight.device)[None] * 0.01
+    expected = weight.float() * x * torch.rsqrt(x.square().mean() + epsilon)
+    relative = 1e-4 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps
+    if not torch.allclose(module(x.to(weight.dtype)).float(), expected, rtol=relative, atol=relative / 100):
         return None
     return Norm(weight, epsilon)
 

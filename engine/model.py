@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from ..kernels.quantized import Quantization
 from ..transfer.errors import CheckpointError, ConfigError, UnsupportedModel
 from ..transfer.layout import KVLayout
-from .fused import fuse
+from .fused import fuse, kernels_for
 from .kv_cache import TORCH_DTYPES
 from .model_directory import read_json, tensor_names, weight_files
 from .probe import probe_layers
@@ -94,7 +94,7 @@ def describe(
         raise UnsupportedModel(f"{type(module).__name__}: its forward has no logits_to_keep")
     layers, vocab_size = probe_layers(module)
     if fused_modules:
-        fuse(module, max_model_len)
+        fuse(module, max_model_len, kernels_for(module))
     if quantization is not None:
         quantize_linears(module, quantization)
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == module.dtype)

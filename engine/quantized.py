@@ -68,6 +68,7 @@ def quantize_linears(module: PreTrainedModel, kind: Quantization) -> None:
 def _quantize_layer(fused: FusedLayer, kind: Quantization) -> None:
     library = native()
     assert library is not None, "a layer was fused without kernels"
+    assert isinstance(fused.layer, DecoderLayer)
     weights = fused.layer.weights
 
     def packed(part: Projection) -> Projection:

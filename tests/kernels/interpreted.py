@@ -19,6 +19,7 @@ try:
 
     from pdserve.kernels import attention_triton as attention_triton
     from pdserve.kernels import attention_triton_decode as attention_triton_decode
+    from pdserve.kernels import rows_triton as rows_triton
     from pdserve.kernels import triton_tuning as triton_tuning
 finally:
     del os.environ["TRITON_INTERPRET"]
