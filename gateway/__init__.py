@@ -7,7 +7,8 @@
    `ParsedRequest`: token ids and parameters.
 3. `generate.py` makes one `Request` of every prompt, and watches the connection beside them.
 4. `limits.py`: the request waits in its model's queue, holding nothing. `dispatch.py` takes it out when `router.py`
-   finds a pair of workers with room for it among those that `pool.py` knows to be alive (`membership.py` let them in).
+   finds a pair of workers with room for it among those that `pool.py` knows to be alive (`membership.py` let them in),
+   and `elastic.py` says which of the two computes its prompt.
 5. `request.py` asks decode for a reservation, sends the prompt to prefill, and accepts tokens, each once and in order.
    A worker that fails or dies costs an attempt; the next one starts from the tokens accepted so far.
 6. `reply.py` turns tokens into text, finds stop strings, and fills the response that `api/responses.py` words; a
