@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..engine.block_pool import BlockPool, BlockTable
 from ..engine.request import finish_reason
@@ -52,12 +51,6 @@ class Plan:
     @property
     def preempted(self) -> list[Sequence]:
         return [order.sequence for order in self.swapped_out] + self.moved + self.recomputed
-
-
-class ChunkTokens(Protocol):
-    """The most tokens of a prompt in a step: beside so many RUNNING sequences, and with or without RECEIVING ones."""
-
-    def __call__(self, running: int, *, expecting: bool) -> int: ...
 
 
 class Scheduler:
@@ -197,8 +190,8 @@ class Scheduler:
 
     # --- one turn --------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, chunk_tokens: ChunkTokens) -> Plan:
-        """Decide one step."""
+    def plan(self, now: float, chunk_tokens: Callable[[int], int]) -> Plan:
+        """Decide one step. `chunk_tokens(running)`: the most tokens of a prompt beside so many RUNNING sequences."""
         plan = Plan()
         for sequence in self.in_state(State.RUNNING):
             if sequence.state is State.RUNNING:  # it may have fallen victim to a better-ranked one
@@ -208,7 +201,7 @@ class Scheduler:
         plan.batch = [Work(s, s.table.num_computed, 1) for s in running]
         if computing := self.in_state(State.COMPUTING):
             first = computing[0]
-            count = min(first.num_missing, chunk_tokens(len(running), expecting=bool(self.in_state(State.RECEIVING))))
+            count = min(first.num_missing, chunk_tokens(len(running)))
             plan.batch.append(Work(first, first.table.num_computed, count))
         return plan
 

@@ -13,7 +13,7 @@ from ..transfer.reports import Speed
 
 ITL_BUDGET_S = 0.1  # of a step with a chunk in it, where --itl-slo-ms says nothing
 MEMORY = 0.8  # weight of earlier measurements in a running mean
-LEAST_SHARE = 0.25  # a prompt's token costs at least this part of what a token of its step costs on average
+LEAST_SHARE = 0.25  # a token costs at least this part of what those of its step cost on average
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,12 @@ class Speeds:
         elif not running:
             self._alone.add(prompt_tokens, elapsed_s)
         else:
-            least = LEAST_SHARE * elapsed_s / (running + prompt_tokens)
-            cost = max((elapsed_s - self.step_s(running)) / prompt_tokens, least)
+            least_s = LEAST_SHARE * elapsed_s / (running + prompt_tokens)
+            if running not in self._steps_s and self._token_s:  # what a token costs is known better than such a step
+                left_s = max(elapsed_s - prompt_tokens * self._token_s, least_s * running)
+                self._steps_s[running] = min(left_s, self.step_s(running) or left_s)
+                return
+            cost = max((elapsed_s - self.step_s(running)) / prompt_tokens, least_s)
             self._token_s = MEMORY * (self._token_s or cost) + (1 - MEMORY) * cost
 
     def step_s(self, running: int) -> float:
@@ -64,8 +68,9 @@ class Speeds:
         return self._steps_s[fewer] * (1 - share) + self._steps_s[more] * share
 
     def chunk_tokens(self, running: int, *, expecting: bool = False) -> int:
-        """The most tokens of a prompt for the next step: what the ITL budget affords beside running sequences, or when
-        some may be handed over any moment (`expecting`); but never less than a block."""
+        """The most tokens of a prompt for the next step: what the ITL budget affords beside running sequences; and also
+        while others may want something any moment (`expecting`): a reservation, or the step after a handoff. Never less
+        than a block."""
         most, block_size = self._limits.most_tokens, self._limits.block_size
         if not running and not expecting:
             return most

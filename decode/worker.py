@@ -127,7 +127,7 @@ class DecodeWorker:
             while not self._stopping and not self._members.may_leave:
                 self._cores.look(time.monotonic())
                 self._receive()
-                plan = self._scheduler.plan(time.monotonic(), self._speeds.chunk_tokens)
+                plan = self._scheduler.plan(time.monotonic(), self._chunk_tokens)
                 self._announce(plan)
                 self._stepper.move_swapped(plan)
                 if plan.batch:
@@ -351,6 +351,9 @@ class DecodeWorker:
         self._intake.heartbeat(identity, self._members.worker, live)
 
     # --- one step --------------------------------------------------------------------------------------------
+
+    def _chunk_tokens(self, running: int) -> int:
+        return self._speeds.chunk_tokens(running, expecting=self._intake.has_senders)
 
     def _run_step(self, batch: list[Work]) -> None:
         self._cores.busy()

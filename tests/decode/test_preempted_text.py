@@ -74,7 +74,7 @@ class Decoder:
             self.engine.pool.release([block])
 
     def turn(self) -> None:
-        plan = self.scheduler.plan(0.0, lambda running, expecting: 7)
+        plan = self.scheduler.plan(0.0, lambda running: 7)
         for sequence in plan.admitted:
             sequence.announced = True
         self.stepper.move_swapped(plan)

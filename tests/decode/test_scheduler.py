@@ -69,7 +69,7 @@ class Rig:
 
     def turn(self, chunk: int = 8) -> Plan:
         self.now += 0.1
-        plan = self.scheduler.plan(self.now, lambda running, expecting: chunk)
+        plan = self.scheduler.plan(self.now, lambda running: chunk)
         for s in plan.admitted:
             s.announced = True
         self.revoked += [s.request for s in plan.revoked]

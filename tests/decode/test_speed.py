@@ -82,6 +82,14 @@ def test_a_batch_larger_than_any_before_is_expected_to_take_no_less_than_it_does
         assert took(running, speeds.chunk_tokens(running)) <= 0.1
 
 
+def test_a_larger_batch_is_known_after_one_step_even_if_every_step_has_a_chunk() -> None:
+    speeds = seen(0.1)
+    assert speeds.chunk_tokens(12) < 20, "for want of anything better it might be slow"
+    speeds.measured(12, BLOCK, took(12, BLOCK))
+    assert speeds.step_s(12) == pytest.approx(took(12, 0), rel=0.05)
+    assert took(12, speeds.chunk_tokens(12)) == pytest.approx(0.1, rel=0.05)
+
+
 def test_an_idle_worker_reports_what_is_left_beside_one_stream() -> None:
     speeds = seen()
     assert speeds.report(0, 0.0).beside_tokens_per_s == speeds.report(1, 0.0).beside_tokens_per_s

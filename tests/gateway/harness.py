@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,12 +135,13 @@ async def running_system(
     directory: Path, *, max_queue: int = 100, queue_timeout_s: float = 5.0, local_prefill: str = "auto",
     death_bound_s: float = 1.0, policy: str = "prefix_aware", address: str = "",
     objectives: Objectives = NO_OBJECTIVES, models: Sequence[ModelIdentity] = (IDENTITY,),
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[System]:  # fmt: skip
     with zmq_context() as context:
-        pool = Pool(context, address or f"ipc://{directory}/gw", "gateway#00000000", models, death_bound_s)
+        pool = Pool(context, address or f"ipc://{directory}/gw", "gateway#00000000", models, death_bound_s, clock)
         dispatcher = Dispatcher(
-            pool, MODEL, AdmissionQueue(max_queue), POLICIES[policy], local_prefill, queue_timeout_s,
-            objectives=objectives,
+            pool, MODEL, AdmissionQueue(max_queue, clock), POLICIES[policy], local_prefill, queue_timeout_s, clock,
+            objectives,
         )  # fmt: skip
         system = System(context, pool, dispatcher)
         beating = pool.start()

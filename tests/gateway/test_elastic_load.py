@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,9 +17,9 @@ import pytest
 
 from tests.gateway.harness import System, running_system, until
 from tests.gateway.timed_workers import BLOCK_TOKENS, Costs, TimedDecode, TimedPrefill, TimedSink
+from tests.gateway.virtual_time import in_virtual_time, now
 
 COSTS = Costs(token_s=0.0016, beside_s=0.002, step_s=0.02, sequence_s=0.0012)
-CHUNK_TOKENS = 64  # so that a handed-over stream does not wait long for the end of a step
 ROOM = {"max_sequences": 64, "num_blocks": 4096}
 
 
@@ -46,7 +45,7 @@ class Cores:
     counts: Counts
 
     async def ask(self, prompt_tokens: int, max_tokens: int) -> list[float]:
-        """When its tokens came, on the clock of `time.monotonic`."""
+        """When its tokens came, on the clock of the loop."""
         sink = TimedSink()
         request, _ = self.system.request(prompt_tokens=prompt_tokens, max_tokens=max_tokens, sink=sink)
         request._chain = []  # all prompts here are the same, but must not count as cached
@@ -55,20 +54,22 @@ class Cores:
 
     async def burst(self, count: int, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
         """So many requests at once: (median TTFT, seconds until all are answered)."""
-        began = time.monotonic()
+        began = now()
         answers = await asyncio.gather(*(self.ask(prompt_tokens, max_tokens) for _ in range(count)))
-        return statistics.median(times[0] - began for times in answers), time.monotonic() - began
+        return statistics.median(times[0] - began for times in answers), now() - began
 
 
 @asynccontextmanager
 async def two_cores(directory: Path, *, split: bool, slo_s: float | None = None) -> AsyncIterator[Cores]:
     directory.mkdir(exist_ok=True)
-    async with running_system(directory, max_queue=1000, queue_timeout_s=30.0) as system:
+    async with running_system(
+        directory, max_queue=1000, queue_timeout_s=30.0, clock=now
+    ) as system:
         counts = system.dispatcher._counts = Counts()
 
         def decode(name: str) -> TimedDecode:
             worker = TimedDecode(
-                system.context, system.pool.address, name, costs=COSTS, slo_s=slo_s, chunk_tokens=CHUNK_TOKENS, **ROOM
+                system.context, system.pool.address, name, costs=COSTS, slo_s=slo_s, has_senders=split, **ROOM
             )
             system.start(worker)
             return worker
@@ -89,7 +90,8 @@ async def two_cores(directory: Path, *, split: bool, slo_s: float | None = None)
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("count", "prompt_tokens", "max_tokens"), [(8, 400, 16), (12, 200, 8)])
+@pytest.mark.parametrize(("count", "prompt_tokens", "max_tokens"), [(8, 400, 16), (16, 128, 64)])
+@in_virtual_time
 async def test_burst_is_shared_and_no_slower_than_on_two_unsplit_cores(
     tmp_path: Path, count: int, prompt_tokens: int, max_tokens: int
 ) -> None:
@@ -116,6 +118,7 @@ async def streaming(cores: Cores, count: int, max_tokens: int) -> list[asyncio.T
 
 
 @pytest.mark.timeout(60)
+@in_virtual_time
 async def test_streams_that_flow_are_not_slowed_by_an_overload_of_prompts(tmp_path: Path) -> None:
     async with two_cores(tmp_path, split=True) as cores:
         background = await streaming(cores, 3, 100)
@@ -128,6 +131,7 @@ async def test_streams_that_flow_are_not_slowed_by_an_overload_of_prompts(tmp_pa
 
 
 @pytest.mark.timeout(60)
+@in_virtual_time
 async def test_with_an_itl_slo_decode_helps_and_no_step_exceeds_it_by_more_than_a_block(tmp_path: Path) -> None:
     slo_s = 0.07
     async with two_cores(tmp_path, split=True, slo_s=slo_s) as cores:
@@ -142,6 +146,7 @@ async def test_with_an_itl_slo_decode_helps_and_no_step_exceeds_it_by_more_than_
 
 
 @pytest.mark.timeout(60)
+@in_virtual_time
 async def test_requests_that_wait_for_a_frozen_prefill_worker_are_computed_by_decode(tmp_path: Path) -> None:
     async with two_cores(tmp_path, split=True) as cores:
         assert cores.prefill is not None
@@ -154,6 +159,7 @@ async def test_requests_that_wait_for_a_frozen_prefill_worker_are_computed_by_de
 
 
 @pytest.mark.timeout(60)
+@in_virtual_time
 async def test_times_to_first_tokens_are_as_predicted(tmp_path: Path) -> None:
     async with two_cores(tmp_path, split=True) as cores:
         for _ in range(3):

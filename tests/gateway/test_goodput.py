@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from pdserve.gateway.api.errors import ApiError
 from pdserve.gateway.dispatch import Objectives
 from tests.gateway.harness import System, running_system
 from tests.gateway.timed_workers import TimedDecode, TimedPrefill, TimedSink
+from tests.gateway.virtual_time import in_virtual_time, now
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 16
 TTFT_SLO_S, TPOT_SLO_S = 0.6, 0.08
@@ -22,7 +22,7 @@ DURATION_S = 5.0
 
 async def is_good(system: System) -> bool:
     """One request: did it get its tokens in time? Nobody waits longer than that."""
-    sink, began = TimedSink(), time.monotonic()
+    sink, began = TimedSink(), now()
     request, _ = system.request(prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS, sink=sink)
     request._chain = []  # all prompts here are the same, but must not count as cached
     try:
@@ -36,18 +36,20 @@ async def is_good(system: System) -> bool:
 
 async def goodput(system: System, rate_per_s: float) -> float:
     """Requests answered in time per second, of those that come at random at this rate."""
-    rng, began, at_s = random.Random(f"{rate_per_s}"), time.monotonic(), 0.0
+    rng, began, at_s = random.Random(f"{rate_per_s}"), now(), 0.0
     tasks = []
     while (at_s := at_s + rng.expovariate(rate_per_s)) < DURATION_S:
-        await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, began + at_s - now()))
         tasks.append(asyncio.create_task(is_good(system)))
     return sum(await asyncio.gather(*tasks)) / DURATION_S
 
 
 @pytest.mark.timeout(60)
+@in_virtual_time
 async def test_three_times_the_sustainable_rate_leaves_goodput_at_no_less_than_80_percent(tmp_path: Path) -> None:
     objectives = Objectives(TTFT_SLO_S, TPOT_SLO_S)
-    async with running_system(tmp_path, local_prefill="never", objectives=objectives, max_queue=1000) as system:
+    options = {"local_prefill": "never", "objectives": objectives, "max_queue": 1000, "clock": now}
+    async with running_system(tmp_path, **options) as system:
         decode = TimedDecode(system.context, system.pool.address, "d0", max_sequences=64, num_blocks=4096)
         system.start(decode)
         prefill = TimedPrefill(system.context, system.pool.address, "p0", decodes=[decode], max_sequences=64)

@@ -7,7 +7,7 @@ for each token of the prompt that it computes a part of; how large that part is,
 
 from __future__ import annotations
 
-import time
+import asyncio
 from dataclasses import dataclass, field
 
 from pdserve.decode.speed import ChunkLimits, Speeds
@@ -18,6 +18,7 @@ from tests.gateway.fake_worker import FakeDecode, FakePrefill, FakeWorker, Key, 
 from tests.gateway.harness import Sink
 
 BLOCK_TOKENS = 16
+CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class TimedDecode(FakeDecode):
 
     costs: Costs = field(default_factory=Costs)
     slo_s: float | None = None
-    chunk_tokens: int = 256
+    has_senders: bool = False
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.speeds = Speeds(ChunkLimits(self.chunk_tokens, BLOCK_TOKENS, self.slo_s))
+        self.speeds = Speeds(ChunkLimits(CHUNK_TOKENS, BLOCK_TOKENS, self.slo_s))
         self.missing: dict[Key, int] = {}  # prompts computed here, in order
         self.since: dict[Key, float] = {}  # when streams began
         self._running: set[Key] = set()
@@ -78,14 +79,14 @@ class TimedDecode(FakeDecode):
         super().start(key)
         if key not in self.started:
             return
-        self.since[key] = time.monotonic()
+        self.since[key] = asyncio.get_running_loop().time()
         if not any(self.started[key]):
             token = token_at(len(self.jobs[key].prompt))
             self.started[key] = [[token]]
             self.dealer.send(Tokens([(*key, 0, 0, token, "")]))
 
     def step(self) -> None:
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         if self._ends_s is None:
             self._begin(now)
         elif now >= self._ends_s:
@@ -95,8 +96,7 @@ class TimedDecode(FakeDecode):
 
     def _begin(self, now: float) -> None:
         self._running = set(self.started)
-        expecting = bool(self.live - self.started.keys() - self.missing.keys())
-        most = self.speeds.chunk_tokens(len(self._running), expecting=expecting)
+        most = self.speeds.chunk_tokens(len(self._running), expecting=self.has_senders)
         self._chunk = min(next(iter(self.missing.values()), 0), most)
         if not self._running and not self._chunk:
             self._ends_s = None
@@ -128,7 +128,7 @@ class TimedDecode(FakeDecode):
     @property
     def speed(self) -> Speed:
         self.queued_tokens = sum(self.missing.values())
-        streaming_s = time.monotonic() - min(self.since.values()) if self.since else 0.0
+        streaming_s = asyncio.get_running_loop().time() - min(self.since.values()) if self.since else 0.0
         return self.speeds.report(len(self.started), streaming_s)
 
 
@@ -147,7 +147,7 @@ class TimedPrefill(FakePrefill):
             self.live.add((message.request, message.attempt))
             self.waiting.append(message)
             if len(self.waiting) == 1:
-                self._begin(time.monotonic())
+                self._begin(asyncio.get_running_loop().time())
             return
         FakeWorker.handle(self, message)
         self.waiting = [m for m in self.waiting if (m.request, m.attempt) in self.live]
@@ -156,7 +156,7 @@ class TimedPrefill(FakePrefill):
         self._ends_s = now + len(self.waiting[0].prompt) * self.token_s
 
     def step(self) -> None:
-        if self.waiting and time.monotonic() >= self._ends_s:
+        if self.waiting and asyncio.get_running_loop().time() >= self._ends_s:
             done = self.waiting.pop(0)
             self.rate.add(len(done.prompt), len(done.prompt) * self.token_s)
             FakePrefill.handle(self, done)
@@ -165,7 +165,7 @@ class TimedPrefill(FakePrefill):
 
     @property
     def speed(self) -> Speed:
-        left = max(self._ends_s - time.monotonic(), 0.0) / self.token_s
+        left = max(self._ends_s - asyncio.get_running_loop().time(), 0.0) / self.token_s
         self.queued_tokens = sum(len(m.prompt) for m in self.waiting[1:]) + round(left if self.waiting else 0)
         return Speed(prompt_tokens_per_s=self.rate.per_s or 0.0)
 
@@ -175,5 +175,5 @@ class TimedSink(Sink):
     times: list[float] = field(default_factory=list)
 
     def token(self, choice: int, token: int, finish: str, logprobs: object = None) -> bool:
-        self.times.append(time.monotonic())
+        self.times.append(asyncio.get_running_loop().time())
         return super().token(choice, token, finish)
