@@ -44,7 +44,6 @@ SLO_SCALE_TPOT = 2.0
 NUM_ALONE = 8
 NUM_WARMUP = 3
 DEFAULT_SHAPES = (Shape("split", 1, 1), Shape("unsplit", 0, 2))
-BASE_SHARE = 0.5  # of the rate of a server that answers one request at a time: where the search starts
 
 
 @dataclass
@@ -65,7 +64,10 @@ class Campaign:
         return Limits(self.slo_ttft_ms, self.slo_tpot_ms)
 
     def learn(self, alone: Sequence[RequestRecord]) -> None:
-        """The limits, and where to start, from what an idle server did. Raises BenchError."""
+        """The limits, and where to start (at the rate of one request after another), from what an idle server did.
+
+        Raises BenchError.
+        """
         done = [record for record in alone if record.ok and record.ttft_s is not None]
         if not done:
             detail = f": {alone[0].error}: {alone[0].detail}" if alone else ""
@@ -75,7 +77,7 @@ class Campaign:
         self.slo_ttft_ms = self.slo_ttft_ms or ttft_ms * SLO_SCALE_TTFT
         # A workload of single tokens has no TPOT to miss.
         self.slo_tpot_ms = self.slo_tpot_ms or (statistics.median(tpot_ms) * SLO_SCALE_TPOT if tpot_ms else 1e9)
-        self.base_per_s = self.base_per_s or BASE_SHARE / statistics.mean(record.e2e_s for record in done)
+        self.base_per_s = self.base_per_s or 1 / statistics.mean(record.e2e_s for record in done)
 
 
 class Search:

@@ -62,16 +62,22 @@ async def _measure_one(choice: Choice, args: argparse.Namespace, maker: PromptMa
                 row.start_s = time.monotonic() - started
             console.print(f"{row.name}: ready after {time.monotonic() - started:.0f} s")
             course = Course(client, maker, reps=args.reps, calm_s=args.calm_s, disturbed_s=args.disturbed_s)
-            await course.warm_up()
+            async with asyncio.timeout(args.limit_s):
+                await course.warm_up()
             others = OtherLoad()
             for scenario in args.scenarios:
                 try:
-                    row.figures |= await course.run(scenario)
+                    async with asyncio.timeout(args.limit_s):
+                        row.figures |= await course.run(scenario)
                 except ScenarioFailed as error:
                     row.notes.append(f"{scenario}: {error}")
+                except TimeoutError:
+                    row.notes.append(f"{scenario}: not done after {args.limit_s:.0f} s")
             row.other_cores = others.cores()
     except (BenchError, ScenarioFailed) as error:
         row.notes.append(str(error))
+    except TimeoutError:
+        row.notes.append(f"a few short requests were not done after {args.limit_s:.0f} s")
     took = f"{time.monotonic() - started:.0f} s"
     console.print(f"{row.name}: {took}{', '.join(['', *row.notes])}", markup=False)
     return row
@@ -96,6 +102,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--calm-s", type=positive, default=5.0, metavar="S", help="d, before long prompts (%(default)s)"
     )
     parser.add_argument("--disturbed-s", type=positive, default=20.0, metavar="S", help="d, with them (%(default)s)")
+    parser.add_argument("--limit-s", type=positive, default=180.0, metavar="S", help="of one scenario (%(default)s)")
     args = parser.parse_args(arguments)
     args.scenarios = args.scenarios.split(",")
     if unknown := [scenario for scenario in args.scenarios if scenario not in SCENARIOS]:
@@ -137,18 +144,18 @@ def _print_ratios(console: Console, found: Mapping[str, Mapping[str, float]]) ->
     if not columns:
         return
     cells = [
-        [f"{column.scenario} {column.key.partition(' ')[2]}", f"{column.better} is better"]
-        + [figure(mine.get(column.key), 2) for mine in found.values()]
+        [column.full_name, f"{column.better} is better"] + [figure(mine.get(column.key), 2) for mine in found.values()]
         for column in columns
     ]
     console.print(table_of("as a multiple of the best engine", ["", "", *found], cells))
 
 
 def _plot(directory: Path, rows: Sequence[Row]) -> Path:
+    names = {column.key: column.full_name for column in FIGURES}
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for title, keys in PLOTTED.items():
-        groups = {key: {row.name: row.figures[key] for row in rows if key in row.figures} for key in keys}
-        panels[title] = {key: bars for key, bars in groups.items() if bars}
+        groups = {names[key]: {row.name: row.figures[key] for row in rows if key in row.figures} for key in keys}
+        panels[title] = {name: bars for name, bars in groups.items() if bars}
     return plot_bars(directory / "peers.png", "the same client and prompts", panels)
 
 

@@ -51,6 +51,12 @@ class Figure:
     def scenario(self) -> str:
         return self.key.partition(" ")[0]
 
+    @property
+    def full_name(self) -> str:
+        """Where its heading alone would say too little: `b: tpot p99 ms`."""
+        scenario, _, name = self.key.partition(" ")
+        return f"{scenario}: {name.replace('_', ' ').replace('tok s', 'tok/s')}"
+
 
 def _disturbed_figures(scenario: str) -> tuple[Figure, ...]:
     return (

@@ -54,14 +54,14 @@ async def test_the_faster_server_wins_and_everything_is_in_the_json_and_the_plot
     server: Any, other_server: Any, script: Any, tmp_path: Path
 ) -> None:
     server.behaviours = [one_at_a_time(script, 0.06)]
-    other_server.behaviours = [one_at_a_time(script, 0.15)]
+    other_server.behaviours = [one_at_a_time(script, 0.1)]
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:17:{second:02}.0,{160 + second},32" for second in range(40)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     code, lines, err = await bench(
         "goodput", "--server", f"fast={server.url}", "--server", f"slow={other_server.url}", "--server",
         "gone=http://127.0.0.1:9", "--trace", str(trace), "--scale-lengths", "8", "--requests-per-point", "8",
-        "--slo-ttft-ms", "400", "--slo-tpot-ms", "400", "--start-rate", "8", "--max-minutes", "0.5", "--seed", "5",
+        "--slo-ttft-ms", "400", "--slo-tpot-ms", "400", "--start-rate", "8", "--max-minutes", "0.15", "--seed", "5",
         "--plots", str(tmp_path / "plots"),
     )  # fmt: skip
     assert code == 0, err
@@ -136,21 +136,25 @@ def test_a_window_of_a_trace_is_drawn_by_the_seed_and_scaled(tmp_path: Path) -> 
         workload_of(parse(["--trace", str(trace), "--requests-per-point", "31"]), 1)
 
 
-async def test_peers_reports_what_runs_and_says_what_does_not(server: Any, script: Any, tmp_path: Path) -> None:
+async def test_peers_reports_what_runs_and_says_what_does_not(
+    server: Any, other_server: Any, script: Any, tmp_path: Path
+) -> None:
     server.behaviours = [script.complete(gap_s=0.005)]
+    other_server.behaviours = [*[script.complete()] * 17, script.complete(first_after_s=600)]  # hangs once it is warm
     broken = tmp_path / "llama-server"
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('error: no such weights')\n")
     broken.chmod(0o755)
     code, lines, err = await bench(
-        "peers", "--server", f"mine={server.url}", "--engine", "llama.cpp", "--llama-server", str(broken), "--gguf",
-        "none.gguf", "--engine", "vllm", "--scenarios", "a,b,c", "--reps", "1", "--plots", str(tmp_path),
-        "--model", str(write_tiny_llama(tmp_path / "model", 1)),
+        "peers", "--server", f"mine={server.url}", "--server", f"hangs={other_server.url}", "--engine", "llama.cpp",
+        "--llama-server", str(broken), "--gguf", "none.gguf", "--engine", "vllm", "--scenarios", "a,c", "--reps",
+        "1", "--limit-s", "3", "--plots", str(tmp_path), "--model", str(write_tiny_llama(tmp_path / "model", 1)),
     )  # fmt: skip
     assert code == 0, err
     result = json.loads(lines[-1])
-    mine, llama, vllm = result["rows"]
-    assert set(mine["figures"]) >= {"a ttft_ms", "b tok_s", "c prompt_tok_s"}
-    assert llama["figures"] == vllm["figures"] == {}
+    mine, hangs, llama, vllm = result["rows"]
+    assert set(mine["figures"]) >= {"a ttft_ms", "c prompt_tok_s"}
+    assert hangs["figures"] == llama["figures"] == vllm["figures"] == {}
+    assert hangs["notes"] == [f"{scenario}: not done after 3 s" for scenario in "ac"]
     assert "no such weights" in llama["notes"][0]
     assert "--vllm" in vllm["notes"][0]
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
