@@ -9,7 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-SPLIT_KEYS = 512  # a sequence's keys are cut into splits of at least this many, while there are splits left
+# As in attention_triton_decode, whose PART_KEYS * MIN_PARTS and FEW_SPLITS these are.
+SPLIT_KEYS = 512
+FEW_SPLITS = 4
 PROGRAMS_PER_PROCESSOR = 4  # that run at once
 
 
@@ -63,7 +65,7 @@ class SingleTokens:
 
 def max_splits(context_len: int, num_splits: int) -> int:
     """The most splits of a sequence of this length; its first and last may be short."""
-    return min(num_splits, context_len // SPLIT_KEYS + 2)
+    return min(num_splits, max(FEW_SPLITS, context_len // SPLIT_KEYS + 2))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ import triton.language as tl
 from .attention_triton_tile import attend_range
 
 PART_KEYS = 128  # splits begin at multiples of this; tiles of keys must divide it
-MIN_PARTS = 4  # of a split, where there are more: each costs a write and a read of partial results
+MIN_PARTS = 4  # of a split of a long sequence: each split costs a write and a read of partial results
+FEW_SPLITS = 4  # that a short sequence is cut into all the same: alone, it would wait for one program
 LOG2_E = 1.4426950408889634
 
 _PART_KEYS = tl.constexpr(PART_KEYS)
 _MIN_PARTS = tl.constexpr(MIN_PARTS)
+_FEW_SPLITS = tl.constexpr(FEW_SPLITS)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
@@ -35,7 +37,8 @@ def visible_parts(context_len, window):
 @triton.jit
 def count_splits(context_len, num_splits, window):
     _, parts = visible_parts(context_len, window)
-    return tl.minimum((parts + _MIN_PARTS - 1) // _MIN_PARTS, num_splits)
+    enough = tl.maximum((parts + _MIN_PARTS - 1) // _MIN_PARTS, tl.minimum(parts, _FEW_SPLITS))
+    return tl.minimum(enough, num_splits)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_splits", "window"])

@@ -19,13 +19,15 @@ from triton.compiler import ASTSource
 from pdserve.kernels.attention_triton import DECODE_TILES, PREFILL_TILES, PREFILL_TILES_FLOAT32
 from pdserve.kernels.attention_triton_decode import attend_splits, combine_splits, list_splits
 from pdserve.kernels.attention_triton_prefill import attend_tiles
+from pdserve.kernels.rows_triton import gate_rows, norm_rows, turn_heads
 from pdserve.kernels.triton_tuning import Tiles
 
-SCALARS = {"score_scale": "fp32", "score_cap": "fp32"}
-INTEGERS = {"num_seqs", "num_splits", "max_blocks", "q_token_stride", "q_head_stride", "window"}
+SCALARS = {"score_scale", "score_cap", "eps", "q_eps", "k_eps"}
+STRIDES = {"q_token_stride", "q_head_stride", "x_stride", "row_stride"}
+INTEGERS = {"num_seqs", "num_splits", "max_blocks", "window", "q_heads", *STRIDES}
 FLOAT32 = {"partial", "partial_sums", "k_scales", "v_scales"}
 BASIC = {"decode", "prefill"}  # tiles that must fit every GPU
-FLOAT = {"q", "output", "sinks"}
+FLOAT = {"q", "output", "sinks", "x", "weight", "qkv", "cos", "sin", "q_weight", "k_weight", "joined"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Variant:
             "K_DIM": self.k_head_dim, "V_DIM": self.v_head_dim, "K_PAD": pads[0], "V_PAD": pads[1],
             "BLOCK_SIZE": self.block_size, "M": self.tiles.rows or max(16, triton.next_power_of_2(self.group)),
             "BLOCK_N": self.tiles.keys, "SPLITS": 16, "SEQS": 128,
+            "SIZE": 4096, "PAD": 4096, "BLOCK": 1024,
+            "NORMED": True, "ROTARY": 64, "HEAD_DIM": self.k_head_dim, "HALF_PAD": 32, "REST_PAD": pads[0],
         }  # fmt: skip
 
 
@@ -61,14 +65,14 @@ def shared_bytes(kernel: triton.JITFunction, variant: Variant) -> int:  # type: 
             types[name] = "constexpr"
             continue
         if name in SCALARS or name in INTEGERS:
-            types[name] = SCALARS.get(name, "i32")
+            types[name] = "fp32" if name in SCALARS else "i32"
         elif name in ("k_cache", "v_cache"):
             types[name] = "*" + variant.cache
         elif name in FLOAT32 or name in FLOAT:
             types[name] = "*fp32" if name in FLOAT32 else "*" + variant.dtype
         else:
             types[name] = "*i64" if name in ("context_lens", "block_tables") else "*i32"
-        if types[name].startswith("*") or name.startswith("q_"):
+        if types[name].startswith("*") or name in STRIDES:
             aligned[place,] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
@@ -86,6 +90,9 @@ def variants(arch: int) -> dict[str, tuple[triton.JITFunction, Variant]]:  # typ
         "decode": (attend_splits, decode),
         "prefill": (attend_tiles, prefill),
         "list": (list_splits, decode),
+        "norm": (norm_rows, decode),
+        "turn": (turn_heads, decode),
+        "gate": (gate_rows, decode),
         "combine": (combine_splits, replace(decode, everything=True)),
         "decode-largest": (attend_splits, replace(decode, tiles=DECODE_TILES[-1], block_size=128)),
         "decode-everything": (attend_splits, replace(decode, everything=True, cache="fp8e4nv", k_head_dim=80, group=7)),

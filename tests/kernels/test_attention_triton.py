@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_plan import GpuPlan, default_num_splits, plan_fixed, plan_step
+from pdserve.kernels.attention_plan import GpuPlan, default_num_splits, max_splits, plan_fixed, plan_step
 from tests.kernels.interpreted import attention_triton, interpreting, triton_tuning
 from tests.kernels.paged_cases import Case, Inputs, expected, make
 
@@ -250,3 +250,15 @@ def test_without_a_gpu_tiles_are_not_measured() -> None:
 
     first, second = triton_tuning.Tiles(0, 32, 4, 1), triton_tuning.Tiles(0, 64, 4, 1)
     assert triton_tuning.choose("key", [first, second], torch.device("cpu"), prepare) is first  # type: ignore[arg-type]
+
+
+def test_no_step_has_more_splits_than_there_is_room_for() -> None:
+    for window in (None, 1, 700):
+        lengths = [*range(1, 3000, 61), 512, 513, 1024, 1025]
+        plan = plan_step([1] * len(lengths), lengths, torch.zeros(len(lengths), 1, dtype=torch.int64), 5)
+        assert plan.singles is not None
+        listed = attention_triton._splits(plan.singles, window or attention_triton.NO_WINDOW).first_splits
+        room = torch.tensor([max_splits(length, 5) for length in lengths])
+        assert (listed.diff() <= room).all()
+        assert listed.diff().min() == 1
+        assert (listed.diff().max() == 5) == (window is None)
