@@ -23,7 +23,7 @@ from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, 
 from ..kernels.joined_layer import JoinedLayer
 from ..kernels.library import native
 from ..kernels.linear import linear
-from ..transfer.errors import UnsupportedModel
+from ..transfer.errors import ConfigError, UnsupportedModel
 from .hook import AttentionCall, Seat, seat_of
 from .probe import Observation, observe
 
@@ -37,6 +37,8 @@ EPSILONS = ("variance_epsilon", "eps")
 
 # Largest difference of logits, queries, keys and values, in their standard deviations: rounding stays below it.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.5, torch.bfloat16: 0.5}
+
+COMPILED = ("attention_inputs", "attention_outputs", "add_mlp")  # of a joined layer
 
 Kernels = Callable[[LayerWeights], DecoderLayer | JoinedLayer | None]  # a layer of ours, unless it is not for them
 
@@ -161,6 +163,18 @@ def fuse(module: PreTrainedModel, max_model_len: int, kernels: Kernels | None) -
     log.info("%s keeps its own layers: %s", type(module).__name__, reason)
     for name, fused in replaced.items():
         module.set_submodule(name, fused.original)
+
+
+def compile_layers(module: PreTrainedModel, backend: str = "inductor") -> None:
+    """Have torch compile what the layers do around their attention, at their first steps. Raises ConfigError."""
+    layers = [child.layer for child in module.modules() if isinstance(child, FusedLayer)]
+    ours = [layer for layer in layers if isinstance(layer, JoinedLayer)]
+    if not ours:
+        where = "on the CPU" if module.device.type == "cpu" else "in a model that keeps its own layers"
+        raise ConfigError(f"--torch-compile: there is nothing to compile {where}")
+    for layer in ours:
+        for name in COMPILED:
+            setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True, fullgraph=True, backend=backend))
 
 
 def _observe(module: PreTrainedModel, max_model_len: int) -> tuple[Observation | None, str]:

@@ -18,17 +18,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from ..kernels.quantized import Quantization
 from ..transfer.errors import CheckpointError, ConfigError, UnsupportedModel
-from ..transfer.layout import KVLayout
+from ..transfer.layout import KVLayout, Weights
 from .fused import fuse, kernels_for
 from .kv_cache import TORCH_DTYPES
 from .model_directory import read_json, tensor_names, weight_files
 from .probe import probe_layers
-from .quantized import quantize_linears, require_quantizable
+from .quantized import WeightFormat, quantize_linears, require_quantizable
+from .torchao_weights import quantize_by_torchao
 
 log = logging.getLogger(__name__)
 
+BY_TORCHAO: dict[WeightFormat, Weights] = {"int8": "torchao int8", "int4": "torchao int4", "fp8": "torchao fp8"}
 MAX_REASON_CHARS = 300  # of a library's message, in a line of ours
 
 # Rotations that depend on the longest sequence of the batch once it passes the original length.
@@ -55,7 +56,7 @@ def load_model(
     max_model_len: int | None,
     trust_remote_code: bool,
     fused_modules: bool = True,
-    quantization: Quantization | None = None,
+    quantization: WeightFormat | None = None,
 ) -> LoadedModel:
     """Load the Hugging Face directory at `path` for inference.
 
@@ -86,7 +87,7 @@ def describe(
     fingerprint: str,
     max_model_len: int,
     fused_modules: bool = True,
-    quantization: Quantization | None = None,
+    quantization: WeightFormat | None = None,
 ) -> LoadedModel:
     """Probe a module that is in memory, then let the kernels in C do what they can of it; in float32 on the CPU, and
     checked as such, it may be quantised after that. Raises UnsupportedModel."""
@@ -95,16 +96,24 @@ def describe(
     layers, vocab_size = probe_layers(module)
     if fused_modules:
         fuse(module, max_model_len, kernels_for(module))
-    if quantization is not None:
-        quantize_linears(module, quantization)
+    weights = "none" if quantization is None else _quantize(module, quantization)
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == module.dtype)
     return LoadedModel(
         module=module,
-        layout=KVLayout(fingerprint, dtype, layers, quantization or "none"),
+        layout=KVLayout(fingerprint, dtype, layers, weights),
         eos_token_ids=_eos_token_ids(module),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
     )
+
+
+def _quantize(module: PreTrainedModel, kind: WeightFormat) -> Weights:
+    """Returns what the layout says of such weights."""
+    if kind == "fp8" or module.device.type == "cuda":
+        quantize_by_torchao(module, kind)
+        return BY_TORCHAO[kind]
+    quantize_linears(module, kind)
+    return kind
 
 
 def _parse_device(device: str) -> torch.device:

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.quantized import QUANTIZATIONS, Quantization
 from ..transfer.device import Device
 from ..transfer.device_cuda import open_device
 from ..transfer.errors import ConfigError
 from .block_pool import BlockPool
 from .budget import WorstStep, kv_room_bytes, measure_need, prove
 from .checkpoint import fingerprint, resolve, served_name
+from .fused import compile_layers
 from .grammar import TokenizerSource
 from .graphs import Capture, DecodeGraphs, GraphMode, capture_decode_steps, capture_for
 from .kv_cache import KVCache, parse_size, plan_num_blocks
 from .memory import CudaMemory
 from .model import LoadedModel, load_model
+from .quantized import WEIGHT_FORMATS, WeightFormat
 from .runner import Runner
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class EngineConfig:
     prefix_caching: bool = True
     trust_remote_code: bool = False
     fused_modules: bool = True
-    quantization: Quantization | None = None
+    quantization: WeightFormat | None = None
+    torch_compile: bool = False
     gpu_memory_utilization: float = 0.9
 
 
@@ -82,11 +84,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the model's)")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument(
-        "--no-fused-modules", action="store_true", help="run the model's own modules instead of our kernels in C"
+        "--no-fused-modules", action="store_true", help="run the model's own modules instead of our kernels"
     )
     parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="weights in int8 (per output) or int4 (per 32); CPU, float32"
-    )
+        "--quantization", choices=WEIGHT_FORMATS,
+        help="weights in int8 (per output) or int4 (per 32); on a GPU by torchao, and fp8 too",
+    )  # fmt: skip
+    parser.add_argument("--torch-compile", action="store_true", help="on a GPU: compile fused layers (slow to start)")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -111,6 +115,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         trust_remote_code=args.trust_remote_code,
         fused_modules=not args.no_fused_modules,
         quantization=args.quantization,
+        torch_compile=args.torch_compile,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
 
@@ -130,6 +135,8 @@ def build_engine(config: EngineConfig, worst: WorstStep, graphs: GraphMode) -> E
         fused_modules=config.fused_modules,
         quantization=config.quantization,
     )
+    if config.torch_compile:
+        compile_layers(model.module)
     source = TokenizerSource(path, model.vocab_size, model.eos_token_ids, config.trust_remote_code)
     return engine_of(model, config, worst, graphs, source)
 

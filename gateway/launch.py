@@ -78,6 +78,12 @@ class UpConfig:
     no_prefix_caching: bool = False
     no_fused_modules: bool = False
     quantization: str | None = None
+    device: str | None = None
+    prefill_device: str | None = None
+    decode_device: str | None = None
+    gpu_memory_utilization: float | None = None
+    cuda_graphs: str | None = None
+    torch_compile: bool = False
     check_invariants: bool = False
     trust_remote_code: bool = False
     debug_endpoints: bool = False
@@ -124,8 +130,14 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each decode worker")
     memory.add_argument("--prefill-kv-blocks", type=int, metavar="BLOCKS", help="KV blocks of each prefill worker")
     memory.add_argument("--no-prefix-caching", action="store_true")
-    memory.add_argument("--no-fused-modules", action="store_true", help="the model's own modules, not our kernels in C")
-    memory.add_argument("--quantization", choices=("int8", "int4"), help="weights in fewer bits (CPU, float32)")
+    memory.add_argument("--no-fused-modules", action="store_true", help="the model's own modules, not our kernels")
+    memory.add_argument("--quantization", choices=("int8", "int4", "fp8"), help="weights in fewer bits (fp8: GPU)")
+    memory.add_argument("--device", metavar="DEVICE", help="of all workers: cpu (default), cuda or cuda:N")
+    memory.add_argument("--prefill-device", metavar="DEVICE", help="the same for prefill only")
+    memory.add_argument("--decode-device", metavar="DEVICE", help="the same for decode only")
+    memory.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU, for each worker")
+    memory.add_argument("--cuda-graphs", choices=("auto", "never"), help="capture and replay decode steps on a GPU")
+    memory.add_argument("--torch-compile", action="store_true", help="compile fused layers on a GPU")
     add_per_model(memory, "--chat-template", "FILE", "instead of the model's own")
     add_style_arguments(memory)
     memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -271,12 +283,18 @@ def child_specs(
         no_prefix_caching=config.no_prefix_caching,
         no_fused_modules=config.no_fused_modules,
         quantization=config.quantization,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        torch_compile=config.torch_compile,
         check_invariants=config.check_invariants,
     )
     prefill = worker + _flags(
-        block_size=config.prefill_block_size or config.block_size, kv_blocks=config.prefill_kv_blocks
+        device=config.prefill_device or config.device,
+        block_size=config.prefill_block_size or config.block_size,
+        kv_blocks=config.prefill_kv_blocks,
     )
     decode = worker + _flags(
+        device=config.decode_device or config.device,
+        cuda_graphs=config.cuda_graphs,
         block_size=config.decode_block_size or config.block_size,
         kv_blocks=config.kv_blocks,
         max_sequences=config.max_sequences,

@@ -17,6 +17,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Small = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
+Weights = Literal["none", "int8", "int4", "torchao int8", "torchao int4", "torchao fp8"]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Heads of one layer's KV: K is [tokens, kv_heads, k_head_dim], V is [tokens, kv_heads, v_head_dim]."""
@@ -40,7 +43,8 @@ class KVLayout:
     fingerprint: Annotated[str, Field(min_length=1, max_length=128)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     layers: Annotated[tuple[LayerShape, ...], Field(min_length=1, max_length=1024)]
-    quantization: Literal["none", "int8", "int4"] = "none"  # of the weights: other ones give other KV
+    # Of the weights, and by whom: other ones give other KV.
+    quantization: Weights = "none"
     version: int = LAYOUT_VERSION
 
     @property

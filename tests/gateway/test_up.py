@@ -146,6 +146,9 @@ def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
         ("--link=zmq", None, "zmq", "zmq"),
         ("--dtype=bfloat16", None, "bfloat16", "bfloat16"),
         ("--quantization=int4", None, "int4", "int4"),
+        ("--device=cuda:1", None, "cuda:1", "cuda:1"),
+        ("--gpu-memory-utilization=0.45", None, "0.45", "0.45"),
+        ("--cuda-graphs=never", None, None, "never"),
         ("--chunk-tokens=64", None, "64", "64"),
         ("--drain-timeout-s=7.0", None, "7.0", "7.0"),
         ("--shutdown-s=7.0", "7.0", None, None),
@@ -161,10 +164,15 @@ def test_a_flag_reaches_the_programs_it_concerns(
     assert [value(found[child], name) for child in ("gateway", "prefill-0", "decode-0")] == [gateway, prefill, decode]
 
 
-@pytest.mark.parametrize("flag", ["--no-prefix-caching", "--no-fused-modules", "--check-invariants"])
+@pytest.mark.parametrize("flag", ["--no-prefix-caching", "--no-fused-modules", "--torch-compile", "--check-invariants"])
 def test_a_switch_for_workers_reaches_both_pools_and_not_the_gateway(flag: str) -> None:
     found = commands(flag)
     assert [flag in found[child] for child in ("gateway", "prefill-0", "decode-0")] == [False, True, True]
+
+
+def test_each_pool_may_have_a_device_of_its_own() -> None:
+    found = commands("--device=cuda:0", "--decode-device=cuda:1")
+    assert [value(found[child], "--device") for child in ("prefill-0", "decode-0")] == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize("flag", ["--trust-remote-code", "--log-json"])
