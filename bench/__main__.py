@@ -34,13 +34,14 @@ commands:
   steady    many short requests: is the last one served as the first ones were?
   gateway   what the gateway costs a token, with workers that answer from memory
   kernels   how near the CPU kernels come to the machine's limits, without a server
+  helped    what a helper thread on a second core is worth, without a server
   transfer  how fast KV moves between two processes, against a plain copy, without a server
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
 COMMANDS = {
     "serve": serve, "overload": overload, "steady": steady, "gateway": gateway,
-    **{name: _later(name) for name in ("goodput", "peers", "kernels", "transfer")},
+    **{name: _later(name) for name in ("goodput", "peers", "kernels", "helped", "transfer")},
 }  # fmt: skip
 
 
