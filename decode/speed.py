@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.rate import Rate
+from ..engine.rate import WORKER_WINDOW_S, Rate
 from ..transfer.reports import Speed
 
 ITL_BUDGET_S = 0.1  # of a step with a chunk in it, where --itl-slo-ms says nothing
@@ -31,7 +31,7 @@ class Speeds:
 
     def __init__(self, limits: ChunkLimits) -> None:
         self._limits = limits
-        self._alone = Rate()
+        self._alone = Rate(WORKER_WINDOW_S)
         self._steps_s: dict[int, float] = {}  # running sequences → mean length of their steps
         self._token_s = 0.0  # of a prompt, beside running sequences; 0: not known yet
 

@@ -19,7 +19,7 @@ from ..engine.block_pool import root_key
 from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
-from ..engine.rate import Rate
+from ..engine.rate import WORKER_WINDOW_S, Rate
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
@@ -85,7 +85,7 @@ class PrefillWorker:
         self._pumped_at = 0.0
         self._incarnation = self._members.worker
         self._step: list[Work] = []
-        self._rate = Rate()  # of prompt tokens
+        self._rate = Rate(WORKER_WINDOW_S)  # of prompt tokens
         self._ready = False
         self._cores = cores or no_cores()
         self._stopping = False
