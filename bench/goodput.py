@@ -32,7 +32,7 @@ from .options import DEFAULT_TRACE_BLOCK_TOKENS, fresh_seed, positive, positive_
 from .other_load import OtherLoad
 from .output import command_line, figure, print_json, print_origin, report_console, table_of
 from .plots import plot_lines, require_plots
-from .prompts import DEFAULT_FIRST_ID, DEFAULT_LAST_ID, PromptMaker, id_pieces
+from .prompts import PromptMaker, id_pieces
 from .record import RequestRecord
 from .search import bracket, next_step, rate_of
 from .traces import TraceRequest, read_trace
@@ -41,7 +41,7 @@ from .verdict import Measured, Verdict, judge
 
 SLO_SCALE_TTFT = 5.0  # times what an idle server needs
 SLO_SCALE_TPOT = 2.0
-NUM_ALONE = 8
+NUM_ALONE = 9
 NUM_WARMUP = 3
 DEFAULT_SHAPES = (Shape("split", 1, 1), Shape("unsplit", 0, 2))
 
@@ -136,11 +136,11 @@ async def _measure_one(
 ) -> Measured:
     async with AsyncExitStack() as stack:
         client, context_tokens = await connect(stack, await contestant_of(choice, args), cores_of(args))
-        await run_alone(client, campaign.workload, campaign.maker, NUM_WARMUP, context_tokens)
+        await run_alone(client, campaign.workload, campaign.maker, "warmup", NUM_WARMUP, context_tokens)
         if first is None:
-            number = min(NUM_ALONE + NUM_WARMUP, len(campaign.workload.requests))
-            alone = await run_alone(client, campaign.workload, campaign.maker, number, context_tokens)
-            campaign.learn(alone[NUM_WARMUP:] or alone)  # what the warm-up sent may be in a cache
+            campaign.learn(
+                await run_alone(client, campaign.workload, campaign.maker, "alone", NUM_ALONE, context_tokens)
+            )
             limits = campaign.limits
             say.print(f"limits: TTFT {limits.ttft_ms:.0f} ms, TPOT {limits.tpot_ms:.0f} ms")
         search = Search(choice.name, client, context_tokens, campaign, ends_at, say)
@@ -278,7 +278,7 @@ def main(arguments: list[str]) -> int:
     seed = fresh_seed() if args.seed is None else args.seed
     machine, command = describe_machine(), command_line("goodput", arguments)
     workload = workload_of(args, seed)
-    maker = PromptMaker(id_pieces(DEFAULT_FIRST_ID, DEFAULT_LAST_ID), seed)
+    maker = PromptMaker(id_pieces(*args.token_ids), seed)
     ends_at = time.monotonic() + args.max_minutes * 60
     campaign = Campaign(workload, maker, args.slo_ttft_ms, args.slo_tpot_ms, args.start_rate, ends_at)
     notes: list[str] = []

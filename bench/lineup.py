@@ -28,7 +28,8 @@ from .contestants import (
     shape,
 )
 from .errors import BenchError
-from .options import count
+from .options import count, id_range
+from .prompts import DEFAULT_FIRST_ID, DEFAULT_LAST_ID
 from .servers import running
 
 REQUEST_TIMEOUT_S = 300.0
@@ -53,6 +54,10 @@ def add_lineup_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default="demo", help="directory, .gguf file, or `demo` (%(default)s)")
     group.add_argument("--up-flags", default="", metavar="'FLAGS'", help="more flags for `pdserve up`")
     group.add_argument("--cores", type=_cores, metavar="A,B,…", help="that servers may use (default: all of ours)")
+    parser.add_argument(
+        "--token-ids", type=id_range, default=(DEFAULT_FIRST_ID, DEFAULT_LAST_ID), metavar="FIRST:LAST",
+        help=f"ids to draw prompts from ({DEFAULT_FIRST_ID}:{DEFAULT_LAST_ID})",
+    )  # fmt: skip
     parser.add_argument("--seed", type=count, metavar="N", help="of prompts and arrivals (default: a new one each run)")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG files there (needs matplotlib)")
 

@@ -158,7 +158,7 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="make prompts of this tokenizer's common words")
     group.add_argument(
         "--token-ids",
-        type=_id_range,
+        type=id_range,
         metavar="FIRST:LAST",
         help=f"without a tokenizer: ids to draw prompts from (default {DEFAULT_FIRST_ID}:{DEFAULT_LAST_ID})",
     )
@@ -209,7 +209,7 @@ def positive(text: str) -> float:
     return value
 
 
-def _id_range(text: str) -> tuple[int, int]:
+def id_range(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     ids = count(first), count(last)
     if not ids[0] <= ids[1] < 1 << 31:

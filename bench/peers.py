@@ -25,7 +25,7 @@ from .options import fresh_seed, positive, positive_int
 from .other_load import OtherLoad
 from .output import command_line, figure, print_json, print_origin, report_console, table_of
 from .plots import plot_bars, require_plots
-from .prompts import DEFAULT_FIRST_ID, DEFAULT_LAST_ID, PromptMaker, id_pieces
+from .prompts import PromptMaker, id_pieces
 from .scenarios import FIGURES, SCENARIOS, Course, Figure, ScenarioFailed, ratio
 
 DEFAULT_SHAPES = (Shape("split", 1, 1), Shape("unsplit", 0, 2))
@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> int:
         require_plots(args.plots)
     seed = fresh_seed() if args.seed is None else args.seed
     machine, command = describe_machine(), command_line("peers", arguments)
-    maker = PromptMaker(id_pieces(DEFAULT_FIRST_ID, DEFAULT_LAST_ID), seed)
+    maker = PromptMaker(id_pieces(*args.token_ids), seed)
     started = time.monotonic()
     try:
         rows = asyncio.run(_measure(args, maker))

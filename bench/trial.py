@@ -136,10 +136,19 @@ async def run_trial(
 
 
 async def run_alone(
-    client: Client, workload: Workload, maker: PromptMaker, number: int, context_tokens: int | None
+    client: Client, workload: Workload, maker: PromptMaker, stream: str, number: int, context_tokens: int | None
 ) -> list[RequestRecord]:
-    """The first few requests of the workload, one after another: what an idle server needs for them."""
-    plan = workload.plan(maker, "alone", [None] * len(workload.requests), context_tokens)
+    """Some requests of the workload one after another: what an idle server needs for them.
+
+    Of all lengths of prompts, evenly, so that their medians are the workload's.
+    """
+    plan = workload.plan(maker, stream, [None] * len(workload.requests), context_tokens)
     run = Run(client)
-    await run.closed_loop(iter(plan[:number]), concurrency=1)
+    await run.closed_loop(iter(evenly(sorted(plan, key=lambda planned: len(planned.prompt)), number)), concurrency=1)
     return run.records
+
+
+def evenly(items: Sequence[PlannedRequest], number: int) -> list[PlannedRequest]:
+    """That many of them (all, if there are fewer), the first and the last among them."""
+    number = min(number, len(items))
+    return [items[round(i * (len(items) - 1) / max(number - 1, 1))] for i in range(number)]

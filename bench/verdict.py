@@ -46,10 +46,9 @@ def judge(first: Measured, other: Measured, workload: str, limits: Limits) -> Ve
     common = [(point, twin) for point in first.points if (twin := other.at(point.step)) is not None]
     equal = _equal_rate(common)
     share = min((ratio for pair in common if (ratio := _throughput_ratio(*pair)) is not None), default=None)
+    limit = f"TTFT <= {limits.ttft_ms:.0f} ms and TPOT <= {limits.tpot_ms:.0f} ms for 90 % of requests"
     lines = [
-        f"For {workload}, with TTFT <= {limits.ttft_ms:.0f} ms and TPOT <= {limits.tpot_ms:.0f} ms for 90 % of "
-        f"requests, {first.name} {_outcome_words(outcome, mine, theirs)} {other.name}: goodput "
-        f"{_rate(first)} against {_rate(other)} requests/s.",
+        f"For {workload}, with {limit}, {_outcome_words(first, other, outcome)}.",
         *_at_equal_rate(first.name, other.name, equal),
     ]
     if share is not None and len(common) > 1:
@@ -69,12 +68,17 @@ def compare(mine: float, theirs: float) -> Outcome:
     return "ties"
 
 
-def _outcome_words(outcome: Outcome, mine: float, theirs: float) -> str:
+def _outcome_words(first: Measured, other: Measured, outcome: Outcome) -> str:
+    mine, theirs = first.goodput_per_s, other.goodput_per_s
+    if not mine and not theirs:
+        return f"neither {first.name} nor {other.name} is in time at any rate that was tried"
     if outcome == "ties":
-        return "is level with"
-    if not mine or not theirs:
-        return "wins over" if outcome == "wins" else "loses to"
-    return f"wins by {mine / theirs - 1:.0%} over" if outcome == "wins" else f"loses by {1 - mine / theirs:.0%} to"
+        words = "is level with"
+    elif not mine or not theirs:
+        words = "wins over" if outcome == "wins" else "loses to"
+    else:
+        words = f"wins by {mine / theirs - 1:.0%} over" if outcome == "wins" else f"loses by {1 - mine / theirs:.0%} to"
+    return f"{first.name} {words} {other.name}: goodput {_rate(first)} against {_rate(other)} requests/s"
 
 
 def _rate(server: Measured) -> str:
@@ -154,7 +158,11 @@ def _advice(first: str, other: str, outcome: Outcome, equal: tuple[Point, Point]
     gains, losses = ([name for name, word in found if word.startswith(start)] for start in ("better", "worse"))
     if not gains and not losses:
         return f"So it does not matter which of the two serves this workload; {other} is no worse."
+    if not gains:
+        return f"So use {other}: at equal rate {first} is worse in {', '.join(losses)}, and better in nothing."
+    if not losses:
+        return f"So use {first}: at equal rate it is better in {', '.join(gains)}, and worse in nothing."
     return (
-        f"So choose by what your readers notice: {first} is better in {', '.join(gains) or 'nothing'}, "
-        f"and worse in {', '.join(losses) or 'nothing'}."
+        f"So choose by what your readers notice: {first} is better in {', '.join(gains)}, "
+        f"and worse in {', '.join(losses)}."
     )

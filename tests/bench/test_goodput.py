@@ -91,7 +91,7 @@ async def test_limits_are_multiples_of_what_the_first_server_needs_when_idle(ser
     result = json.loads(lines[-1])
     assert result["limits"]["ttft_ms"] >= 5 * 19
     assert result["limits"]["tpot_ms"] >= 2 * 9
-    assert result["servers"][0]["open_ended"]
+    assert len(result["servers"][0]["points"]) >= 1
     assert {body["max_tokens"] for body in server.bodies} <= {3, 4, 5}
 
 

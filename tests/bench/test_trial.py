@@ -9,7 +9,7 @@ import pytest
 from pdserve.bench.prompts import PromptMaker, id_pieces
 from pdserve.bench.record import RequestRecord
 from pdserve.bench.traces import TraceRequest
-from pdserve.bench.trial import Limits, Workload, point_of, tbt_s
+from pdserve.bench.trial import Limits, Workload, evenly, point_of, tbt_s
 
 MAKER = PromptMaker(id_pieces(100, 999), seed=3)
 BURSTY = [TraceRequest(at_s, 20, 4, (1, 2 + i)) for i, at_s in enumerate((5.0, 5.0, 6.0, 15.0))]
@@ -78,3 +78,14 @@ def test_a_point_counts_what_was_late_and_what_failed_against_all_that_was_due()
 def test_a_point_without_any_answer_has_no_latencies() -> None:
     point = point_of(0, 1.0, [record(1.0, [], "connect"), record(2.0, [], "connect")], Limits(1, 1))
     assert (point.good_share, point.failed, point.ttft_p50_ms, point.tbt_p99_ms) == (0, 2, None, None)
+
+
+def test_what_is_measured_alone_is_spread_over_all_lengths() -> None:
+    plan = Workload("", [TraceRequest(0.0, n, 1) for n in range(1, 61)], 16, "poisson").plan(
+        MAKER, "x", [None] * 60, None
+    )
+    picked = [len(planned.prompt) for planned in evenly(plan, 9)]
+    assert (picked[0], picked[-1], len(picked), len(set(picked))) == (1, 60, 9, 9)
+    assert picked[4] in (30, 31)
+    assert evenly(plan[:2], 9) == plan[:2]
+    assert evenly(plan[:3], 1) == plan[:1]

@@ -74,6 +74,14 @@ def test_level_servers_are_told_apart_by_their_latencies() -> None:
     assert verdict.lines[-1] == (
         "So choose by what your readers notice: split is better in TBT p99, and worse in TTFT p50, TTFT p99."
     )
+    worse = replace(POINT, tpot_p99_ms=90)
+    assert judge(measured("split", 1.0, worse), measured("unsplit", 1.0, POINT), "this", LIMITS).lines[-1] == (
+        "So use unsplit: at equal rate split is worse in TPOT p99, and better in nothing."
+    )
+    assert (
+        "So use split: at equal rate it is better in TPOT p99"
+        in (judge(measured("split", 1.0, POINT), measured("unsplit", 1.0, worse), "this", LIMITS).lines[-1])
+    )
     same = judge(measured("split", 1.0, POINT), measured("unsplit", 1.0, POINT), "this", LIMITS)
     assert "does not matter" in same.lines[-1]
 
@@ -85,3 +93,5 @@ def test_servers_without_goodput_or_without_an_end_are_described_so() -> None:
     won = judge(measured("split", 1.0, POINT), measured("unsplit", 0.0, OVER), "this", LIMITS)
     assert won.goodput_ratio is None
     assert "wins over unsplit" in won.lines[0]
+    both = judge(measured("split", 0.0, OVER), measured("unsplit", 0.0, OVER), "this", LIMITS)
+    assert both.lines[0].endswith("neither split nor unsplit is in time at any rate that was tried.")
