@@ -21,6 +21,7 @@ from .triton_tuning import Tiles, choose
 
 NO_WINDOW = 1 << 30
 MIN_PAD = 16  # the least that a matrix product takes
+COMBINED_SPLITS = 16  # at a time
 MAX_GROUP = 128  # heads that share a KV head; more would not fit a program
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
 
@@ -172,7 +173,7 @@ def _attend_singles(layer: _Layer, singles: SingleTokens, tiles: Tiles) -> None:
     combine_splits[(len(singles.rows), layer.heads)](
         partial, partial_sums, partial_sums if layer.sinks is None else layer.sinks, layer.output,
         singles.rows, splits.first_splits,
-        SINKS=layer.sinks is not None, HEADS=layer.heads, V_DIM=v_dim, V_PAD=constants["V_PAD"], SPLITS=16,
+        SINKS=layer.sinks is not None, HEADS=layer.heads, V_DIM=v_dim, V_PAD=constants["V_PAD"], SPLITS=COMBINED_SPLITS,
         num_warps=2,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,13 @@ import pytest
 # Before anything imports torch or huggingface_hub; child processes inherit both.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton defines its own library for its interpreter if this is set when it is first imported, by whatever library.
+# Processes that tests start do not inherit it. See tests/kernels/interpreted.py.
+os.environ["TRITON_INTERPRET"] = "1"
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
+del os.environ["TRITON_INTERPRET"]
 
 hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")

@@ -1,8 +1,8 @@
 """The GPU kernels, to be run on the CPU by Triton's interpreter; skips whoever imports this where there is no Triton.
 
-Triton looks at TRITON_INTERPRET where a kernel is defined, and for its own library when it is first imported. So this
-is imported while tests are collected, before any of them has run a model (torch imports Triton then), and the variable
-is gone again for whatever other tests start. While kernels run it must be set once more: use `interpreting`.
+Triton looks at TRITON_INTERPRET where a kernel is defined. tests/conftest.py imports Triton itself with it, and this
+our kernels, while tests are collected, before any has run a model. Then the variable is gone again for whatever
+other tests start. While kernels run it must be set once more: use `interpreting`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
 finally:
     del os.environ["TRITON_INTERPRET"]
 
-assert isinstance(standard.sum, InterpretedFunction), "something imported Triton before these tests were collected"
+assert isinstance(standard.sum, InterpretedFunction), "Triton was imported before tests/conftest.py did"
 assert isinstance(attention_triton_decode.attend_splits, InterpretedFunction), "the GPU kernels were imported before"
 
 

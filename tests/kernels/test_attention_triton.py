@@ -115,10 +115,17 @@ def random_case(rng: random.Random) -> Case:
     )
 
 
+def test_more_splits_than_are_combined_at_a_time_equal_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "COMBINED_SPLITS", 2)
+    for seed in range(3):  # the largest score lies elsewhere
+        check(Case(heads=2, kv_heads=1, query_lens=(1, 1), context_lens=(700, 300)), seed, num_splits=8)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_steps_equal_their_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     set_tiles(monkeypatch, rows=rng.choice([16, 32, 64]), keys=rng.choice([16, 32, 64, 128]))
+    monkeypatch.setattr(attention_triton, "COMBINED_SPLITS", 2)
     check(random_case(rng), seed, num_splits=rng.randint(1, 4))
 
 
