@@ -108,7 +108,10 @@ def _exact(setting: Setting, pair: Pair) -> Iterator[Check]:
         model = _save(pair, Path(name), setting.device)
         expected = [_generate(model, prompt, pair.output_tokens) for prompt in prompts]
         with _driver(pair, Path(name), setting) as driver:
-            yield Check("both workers ready and linked", ok=True, note=f"link {driver.link}")
+            direct = None if setting.dry else driver.link == "cuda_ipc"
+            yield Check(
+                "both workers ready and linked", ok=True, target="cuda_ipc", met=direct, note=f"link {driver.link}"
+            )
             for label, part in (("one by one", [[prompt] for prompt in prompts]), ("all at once", [prompts])):
                 found = [told.tokens for group in part for told in driver.run(group, pair.output_tokens, 60.0)]
                 wrong, ties = _compare(model, prompts, expected, found)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .device_report import Check, Setting, describe_device, outcome, table
+from .device_report import NOT_RUN, WHOLE, Check, Setting, describe_device, outcome, table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECTIONS = {  # in this order
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     rows: list[tuple[str, Check]] = []
     for name in args.only or SECTIONS:
         if time.monotonic() - started > args.limit_s:
-            rows.append((name, Check("whole section", ok=False, note=f"not run: {args.limit_s:g} s were over")))
+            rows.append((name, Check(WHOLE, ok=False, note=f"{NOT_RUN}: {args.limit_s:g} s were over")))
             continue
         for check in _run(name, setting):
             rows.append((name, check))
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         "seconds": round(time.monotonic() - started, 1),
         "machine": describe_device(setting.device),
         "wrong": sum(not check.ok for _, check in rows),
+        "not_run": sum(check.note.startswith(NOT_RUN) for _, check in rows),
         "missed": sum(check.met is False for _, check in rows),
         "checks": [{"section": name, **asdict(check)} for name, check in rows],
     }
@@ -70,10 +71,10 @@ def _run(name: str, setting: Setting) -> Iterator[Check]:
     try:
         yield from importlib.import_module(SECTIONS[name]).run(setting)
     except ModuleNotFoundError as error:
-        yield Check("whole section", ok=True, note=f"not run: {error}")
+        yield Check(WHOLE, ok=True, note=f"{NOT_RUN}: {error}")
     except Exception as error:
         traceback.print_exc()
-        yield Check("whole section", ok=False, note=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        yield Check(WHOLE, ok=False, note=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdserve.bench import device_run
-from pdserve.bench.device_report import Check, Setting, outcome, table
+from pdserve.bench.device_report import WHOLE, Check, Setting, outcome, table
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("fastapi", "starlette", "uvicorn", "gguf", "aiohttp", "xgrammar", "accelerate", "openai", "rich", "typer")
@@ -45,7 +45,7 @@ def dry_run(tmp_path: Path, absent: tuple[str, ...], *flags: str) -> dict[str, A
 def test_the_dry_run_passes_every_section_without_what_a_cuda_image_lacks(tmp_path: Path) -> None:
     result = dry_run(tmp_path, ABSENT)
     assert {check["section"] for check in result["checks"]} == set(device_run.SECTIONS)
-    assert not [check for check in result["checks"] if not check["ok"] or check["name"] == "whole section"]
+    assert not [check for check in result["checks"] if not check["ok"] or check["name"] == WHOLE]
     assert (result["wrong"], result["missed"], result["dry"]) == (0, 0, True)
     texts = [check for check in result["checks"] if check["name"].startswith("text equals generate")]
     assert [check["value"] for check in texts] == [18, 18]
@@ -54,8 +54,8 @@ def test_the_dry_run_passes_every_section_without_what_a_cuda_image_lacks(tmp_pa
 @pytest.mark.timeout(300)
 def test_without_zeromq_the_sections_that_need_none_still_run(tmp_path: Path) -> None:
     result = dry_run(tmp_path, (*ABSENT, "zmq"), "--only", "decode step", "--only", "pair")
-    assert result["wrong"] == 0
-    lacking = {check["section"]: check["note"] for check in result["checks"] if check["name"] == "whole section"}
+    assert (result["wrong"], result["not_run"]) == (0, 1)
+    lacking = {check["section"]: check["note"] for check in result["checks"] if check["name"] == WHOLE}
     assert list(lacking) == ["pair"]
     assert "zmq" in lacking["pair"]
 
@@ -85,7 +85,7 @@ def test_a_section_that_breaks_off_is_wrong_and_what_it_found_before_is_kept(
 
     code, result = run_with(monkeypatch, capsys, run)
     assert (code, result["wrong"], result["missed"]) == (1, 1, 0)
-    assert [check["name"] for check in result["checks"]] == ["first", "whole section"]
+    assert [check["name"] for check in result["checks"]] == ["first", WHOLE]
     assert result["checks"][1]["note"] == "RuntimeError: an illegal memory access was encountered"
 
 
@@ -106,6 +106,8 @@ def test_without_a_gpu_only_a_dry_run_starts(
 
 def test_the_table_names_every_outcome() -> None:
     checks = [Check("a", ok=True), Check("b", ok=False), Check("c", ok=True, met=True), Check("d", ok=True, met=False)]
-    assert [outcome(check) for check in checks] == ["ok", "WRONG", "met", "missed"]
+    checks.append(Check("e", ok=True, note="not run: no module"))
+    assert [outcome(check) for check in checks] == ["ok", "WRONG", "met", "missed", "not run"]
     lines = table([("kernels", check) for check in checks]).splitlines()
-    assert [line.split()[-1] for line in lines[1:]] == ["ok", "WRONG", "met", "missed"]
+    assert [line.split()[-1] for line in lines[1:5]] == ["ok", "WRONG", "met", "missed"]
+    assert lines[5].endswith("not run  not run: no module")
