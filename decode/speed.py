@@ -12,6 +12,7 @@ from ..engine.rate import WORKER_WINDOW_S, Rate
 from ..transfer.reports import Speed
 
 ITL_BUDGET_S = 0.1  # of a step with a chunk in it, where --itl-slo-ms says nothing
+EXPECTING_BLOCKS = 3
 MEMORY = 0.8  # weight of earlier measurements in a running mean
 LEAST_SHARE = 0.25  # a token costs at least this part of what those of its step cost on average
 
@@ -70,11 +71,12 @@ class Speeds:
     def chunk_tokens(self, running: int, *, expecting: bool = False) -> int:
         """The most tokens of a prompt for the next step: what the ITL budget affords beside running sequences; and also
         while others may want something any moment (`expecting`): a reservation, or the step after a handoff. Never less
-        than a block."""
+        than a block, or without company than a few: small parts take longer in all."""
         most, block_size = self._limits.most_tokens, self._limits.block_size
         if not running and not expecting:
             return most
-        return min(most, max(block_size, self._affordable_tokens(running)))
+        least = block_size if running else block_size * EXPECTING_BLOCKS
+        return min(most, max(least, self._affordable_tokens(running)))
 
     def _affordable_tokens(self, running: int) -> int:
         left_s = (self._limits.slo_s or ITL_BUDGET_S) - self.step_s(running)

@@ -35,6 +35,12 @@ def test_an_idle_worker_takes_all_it_may_and_a_busy_one_what_fits() -> None:
     assert speeds.chunk_tokens(0, expecting=True) == pytest.approx(ITL_BUDGET_S / TOKEN_S, rel=0.05)
 
 
+def test_on_a_slow_worker_that_expects_company_steps_are_not_too_small_to_be_worth_it() -> None:
+    speeds = seen(slower=20.0)
+    assert speeds.chunk_tokens(4) == BLOCK
+    assert speeds.chunk_tokens(0, expecting=True) == 3 * BLOCK
+
+
 @pytest.mark.parametrize("slo_s", [0.06, 0.1, 0.25])
 def test_steps_keep_the_slo_up_to_one_block(slo_s: float) -> None:
     speeds = seen(slo_s, running=(2, 4, 12))
