@@ -19,6 +19,7 @@ from .device_report import NOT_RUN, WHOLE, Check, Setting, describe_device, outc
 RESULTS = Path(__file__).resolve().parent / "results"
 SECTIONS = {  # in this order
     "attention": "pdserve.bench.device_kernels",
+    "rows": "pdserve.bench.device_rows",
     "decode step": "pdserve.bench.device_step",
     "pair": "pdserve.bench.device_pair",
 }
