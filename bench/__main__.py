@@ -27,21 +27,22 @@ def _later(module: str) -> Callable[[list[str]], int]:
 USAGE = """usage: pdserve bench COMMAND [OPTIONS]
 
 commands:
-  serve     load a running server and measure TTFT, TPOT, ITL, throughput and goodput
-  overload  load it beyond what it can do: how much is still in time?
-  goodput   the highest rate at which requests are in time: split against unsplit, with a verdict for your workload
-  peers     this system and other engines on this machine, one after the other
-  steady    many short requests: is the last one served as the first ones were?
-  gateway   what the gateway costs a token, with workers that answer from memory
-  kernels   how near the CPU kernels come to the machine's limits, without a server
-  helped    what a helper thread on a second core is worth, without a server
-  transfer  how fast KV moves between two processes, against a plain copy, without a server
+  serve       load a running server and measure TTFT, TPOT, ITL, throughput and goodput
+  overload    load it beyond what it can do: how much is still in time?
+  goodput     the highest rate at which requests are in time: split against unsplit, with a verdict for your workload
+  peers       this system and other engines on this machine, one after the other
+  steady      many short requests: is the last one served as the first ones were?
+  gateway     what the gateway costs a token, with workers that answer from memory
+  kernels     how near the CPU kernels come to the machine's limits, without a server
+  helped      what a helper thread on a second core is worth, without a server
+  perplexity  what weights in fewer bits cost in quality, without a server
+  transfer    how fast KV moves between two processes, against a plain copy, without a server
 
 `pdserve bench COMMAND --help` lists the options of a command."""
 EXIT_USAGE = 2
 COMMANDS = {
     "serve": serve, "overload": overload, "steady": steady, "gateway": gateway,
-    **{name: _later(name) for name in ("goodput", "peers", "kernels", "helped", "transfer")},
+    **{name: _later(name) for name in ("goodput", "peers", "kernels", "helped", "perplexity", "transfer")},
 }  # fmt: skip
 
 

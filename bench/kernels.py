@@ -7,6 +7,7 @@
 4. step       one decode step of the model, with its own modules and with fused ones, everything but the sampler; and
               against the sum of its matrix products
 5. prompt     the same for a prompt in chunks, and its operations a second as a share of the large matrix product's
+6. quantised  steps and prompt once more, with int8 and int4 weights
 
 Every figure is the best of as many runs as fit `--seconds`, in processor time of the one thread: other work on the
 machine makes runs longer (it takes cache and memory bandwidth), never shorter, and waiting for a core does not count.
@@ -39,6 +40,7 @@ from ..engine.runner import Chunk, Runner
 from ..kernels.attention_cpu import Workspace, attend_on_cpu
 from ..kernels.library import level, native
 from ..kernels.linear import linear
+from ..kernels.quantized import QUANTIZATIONS, Quantization
 from .errors import BenchError
 from .machine import describe_machine
 
@@ -93,6 +95,16 @@ class PromptResult:
     fused_ms: float
     gflop_s: float  # of matrix products and attention, fused
     share_of_gemm: float
+
+
+@dataclass(frozen=True)
+class QuantizedResult:
+    what: str
+    float32_ms: float
+    int8_ms: float
+    int4_ms: float
+    int8_share: float  # of float32's time
+    int4_share: float
 
 
 class Stopwatch:
@@ -255,10 +267,28 @@ def weights_of(model: LoadedModel) -> list[Tensor]:
     return [weight for weight in weights if weight.dtype == torch.float32]
 
 
-def _load(name: str, fused: bool) -> LoadedModel:
+def compare_quantized(
+    name: str, rows: Sequence[int], context: int, watch: Stopwatch, float32_s: Sequence[float]
+) -> list[QuantizedResult]:
+    """`float32_s`: of a step of each number of rows, then of the prompt."""
+    found: list[list[float]] = []
+    for kind in QUANTIZATIONS:
+        model = _load(name, True, kind)
+        steps_s = [step_s for step_s, _ in measure_steps(model, rows, context, watch)]
+        found.append([*steps_s, measure_prompt(model, watch)[0]])
+        del model
+        gc.collect()
+    named = [*(f"{count} rows" for count in rows), "prompt"]
+    return [
+        QuantizedResult(what, 1e3 * plain, 1e3 * int8, 1e3 * int4, int8 / plain, int4 / plain)
+        for what, plain, int8, int4 in zip(named, float32_s, *found, strict=True)
+    ]
+
+
+def _load(name: str, fused: bool, quantization: Quantization | None = None) -> LoadedModel:
     return load_model(
         resolve(name), fingerprint="bench", dtype="float32", device="cpu", max_model_len=None,
-        trust_remote_code=False, fused_modules=fused,
+        trust_remote_code=False, fused_modules=fused, quantization=quantization,
     )  # fmt: skip
 
 
@@ -321,6 +351,9 @@ def main(arguments: list[str]) -> int:
             measure_attention(config.num_attention_heads, shape.kv_heads, shape.k_head_dim, context, watch)
             for context in contexts
         ]
+        del fused
+        float32_s = [*(step_s for step_s, _ in fused_steps), fused_prompt[0]]
+        quantized = compare_quantized(args.model, rows, args.context, watch, float32_s)
     console = Console(width=REPORT_WIDTH)
     console.print(f"{machine.cpu}, load {machine.load_average}, kernels for {level()}, one thread")
     console.print(f"pdserve bench kernels {shlex.join(arguments)}", style="bold")
@@ -340,13 +373,17 @@ def main(arguments: list[str]) -> int:
         console, f"prompt in chunks of {CHUNK_TOKENS}, ms", [prompt],
         ["tokens", "own modules", "fused", "GFLOP/s", "of the large product's"],
     )  # fmt: skip
+    _print_table(
+        console, "the same with quantised weights, ms", quantized,
+        ["", "float32", "int8", "int4", "int8 / float32", "int4 / float32"],
+    )  # fmt: skip
     print(
         json.dumps(
             {
                 "bench": "kernels", "machine": asdict(machine), "level": level(), "arguments": arguments,
                 "limits": asdict(limits), "linear": [asdict(r) for r in linears],
                 "attention": [asdict(r) for r in attentions], "step": [asdict(r) for r in steps],
-                "prompt": asdict(prompt),
+                "prompt": asdict(prompt), "quantized": [asdict(r) for r in quantized],
             }
         ),
         flush=True,

@@ -1,4 +1,4 @@
-"""`--quantization`: every linear of a loaded float32 model, its head too, on weights in int8 or int4.
+"""`--quantization`: every linear of a loaded float32 model on weights in int8 or int4; its head always in int8.
 
 What is no `nn.Linear` stays as it is: embeddings (also those that share the head's weight, which only the head then has
 twice), norms, routers and the stacked experts of a mixture.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 WeightFormat = Literal["int8", "int4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+
+HEAD_KIND: Quantization = "int8"  # also beside int4 layers, whose loss would otherwise be mostly the head's
 
 
 class QuantizedLinear(nn.Module):
@@ -61,10 +63,12 @@ def quantize_linears(module: PreTrainedModel, kind: Quantization) -> None:
     layers = [child for child in module.modules() if isinstance(child, FusedLayer)]
     for layer in layers:
         _quantize_layer(layer, kind)
+    untyped: Any = module
+    head = untyped.get_output_embeddings()
     linears = [(name, child) for name, child in module.named_modules() if type(child) in (nn.Linear, NativeLinear)]
     for name, child in linears:
         assert isinstance(child, nn.Linear)
-        module.set_submodule(name, QuantizedLinear(child, kind))
+        module.set_submodule(name, QuantizedLinear(child, HEAD_KIND if child is head else kind))
     log.info(
         "weights in %s: %d layers and %d linears outside of them; %.0f of %.0f MB stay float32",
         kind, len(layers), len(linears), _megabytes(module), before,

@@ -100,6 +100,37 @@ INLINE vec load_halves(const void *from) {
 #endif
 }
 
+INLINE vec floats(ivec x) { return __builtin_convertvector(x, vec); }
+
+INLINE int32_t largest_lane(ivec x) {
+#if LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
+#endif
+}
+
+INLINE int32_t sum_lanes(ivec x) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+#endif
+}
+
+/* LANES numbers that fit a byte. */
+INLINE void store_bytes(int8_t *to, ivec x) {
+#if LANES == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int lane = 0; lane < LANES; lane++) to[lane] = (int8_t)x[lane];
+#endif
+}
+
 /* Rounded to the nearest, ties to even. The product is rounded first: never a fused multiplication and addition. */
 INLINE ivec rounded_product(vec a, vec b) {
 #if LANES == 16

@@ -24,6 +24,9 @@ def test_every_figure_is_measured_and_the_last_line_is_json(tmp_path: Path, caps
     assert [row["context_tokens"] for row in result["attention"]] == [16, 100]
     figures = [*result["linear"], *result["attention"], *result["step"], result["prompt"], result["limits"]]
     assert all(value > 0 for figure in figures for value in figure.values())
+    assert [row["what"] for row in result["quantized"]] == ["1 rows", "3 rows", "prompt"]
+    assert all(row["int8_share"] == row["int8_ms"] / row["float32_ms"] > 0 for row in result["quantized"])
+    assert all(row["int4_share"] == row["int4_ms"] / row["float32_ms"] > 0 for row in result["quantized"])
 
 
 @pytest.mark.parametrize(
