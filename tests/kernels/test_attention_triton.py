@@ -117,8 +117,8 @@ def random_case(rng: random.Random) -> Case:
 
 def test_more_splits_than_are_combined_at_a_time_equal_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_triton, "COMBINED_SPLITS", 2)
-    for seed in range(3):  # the largest score lies elsewhere
-        check(Case(heads=2, kv_heads=1, query_lens=(1, 1), context_lens=(700, 300)), seed, num_splits=8)
+    # Of four splits the last has most keys in the first sequence, the second in the other.
+    check(Case(heads=2, kv_heads=1, query_lens=(1, 1), context_lens=(640, 700)), num_splits=8)
 
 
 @pytest.mark.parametrize("seed", range(24))
