@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cache_ops, cache_ops_cuda
+from ..kernels.kv_int8 import Scales
 from ..transfer.device import DeviceSpan
 from ..transfer.errors import ConfigError
 from ..transfer.layout import KVLayout
@@ -47,13 +48,19 @@ class KVCache:
         self.block_size = block_size
         self.device = torch.device(device)
         self._device_slots: OrderedDict[tuple[int, int, int, bytes], Tensor] = OrderedDict()
-        dtype = TORCH_DTYPES[layout.dtype]
+        dtype = torch.int8 if layout.dtype == "int8" else TORCH_DTYPES[layout.dtype]
         self.keys: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, k_head_dim]
         self.values: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, v_head_dim]
         for shape in layout.layers:
             for caches, head_dim in ((self.keys, shape.k_head_dim), (self.values, shape.v_head_dim)):
                 size = (num_blocks + 1, block_size, shape.kv_heads, head_dim)
                 caches.append(_zeros(size, dtype, self.device))
+        self.scales: list[Scales | None] = [None] * layout.num_layers  # per layer
+        if layout.dtype == "int8":
+            for layer, shape in enumerate(layout.layers):
+                plane = (num_blocks + 1, block_size, shape.kv_heads)
+                k_scales, v_scales = (_zeros(plane, torch.float32, self.device) for _ in range(2))
+                self.scales[layer] = k_scales, v_scales
 
     def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
         """Where tokens first_token .. first_token + num_tokens - 1 of a sequence lie: [num_tokens] int64.
@@ -114,7 +121,7 @@ class KVCache:
         """On a GPU the copy to pinned memory is only launched."""
         slab = torch.frombuffer(out, dtype=torch.uint8)
         if self.device.type == "cpu":
-            cache_ops.gather(self.keys[layer], self.values[layer], slots, slab)
+            cache_ops.gather(self.keys[layer], self.values[layer], slots, slab, self.scales[layer])
         else:
             staging = torch.empty_like(slab, device=self.device)
             cache_ops.gather(self.keys[layer], self.values[layer], slots, staging)
@@ -130,7 +137,7 @@ class KVCache:
         """Copy a slab into the blocks of a token range of one layer. The payload has the right size."""
         assert payload.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "a slab of the wrong size"
         slots = self._slots(blocks, first_token, num_tokens)
-        cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload)
+        cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload, self.scales[layer])
 
     def _stream(self, span: DeviceSpan) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(span.stream, device=self.device)  # type: ignore[no-untyped-call]
@@ -153,7 +160,8 @@ class KVCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all layers of one block onto another."""
-        cache_ops.copy_block([*self.keys, *self.values], source, target)
+        planes = [plane for scales in self.scales for plane in scales or ()]
+        cache_ops.copy_block([*self.keys, *self.values, *planes], source, target)
 
 
 def parse_size(text: str) -> int:

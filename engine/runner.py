@@ -136,7 +136,7 @@ class Runner:
             if library is None:
                 return None
             paged = self._layers[layer] = paged_layer(
-                library, known.q.shape[1], k_cache, v_cache,
+                library, known.q.shape[1], k_cache, v_cache, self.cache.scales[layer],
                 scale=known.scale, window=known.window, softcap=known.softcap, sinks=known.sinks,
             )  # fmt: skip
         return PagedCall(paged, batch.native_step(), batch.slots, self._written)
@@ -151,7 +151,8 @@ class Runner:
         assert batch is not None, "attention outside of a step"
         layer = self._layer
         k_cache, v_cache = self.cache.keys[layer], self.cache.values[layer]
-        write_kv(k_cache, v_cache, call.k, call.v, batch.slots)
+        scales = self.cache.scales[layer]
+        write_kv(k_cache, v_cache, call.k, call.v, batch.slots, scales)
         self._layer = layer + 1
         if isinstance(batch, DecodeBatch):
             return decode_attention(
@@ -161,7 +162,7 @@ class Runner:
         self.on_layer(layer)
         return paged_attention(
             call.q, k_cache, v_cache, batch,
-            scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks,
+            scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks, scales=scales,
         )  # fmt: skip
 
 

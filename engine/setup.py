@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ from .runner import Runner
 
 log = logging.getLogger(__name__)
 
+KV_CACHE_DTYPES = ("auto", "int8")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -44,6 +46,7 @@ class EngineConfig:
     fused_modules: bool = True
     quantization: WeightFormat | None = None
     torch_compile: bool = False
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
 
 
@@ -81,6 +84,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=EngineConfig.block_size, help="tokens per KV block")
     parser.add_argument("--kv-blocks", type=int, help="KV blocks in the pool")
     parser.add_argument("--kv-memory", help="memory for the KV pool, such as 512M or 2G; instead of --kv-blocks")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=EngineConfig.kv_cache_dtype,
+        help="auto: that of the model; int8: a scale for every token and head; CPU, float32",
+    )  # fmt: skip
     parser.add_argument("--max-model-len", type=int, help="longest prompt + output (default: the model's)")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument(
@@ -102,6 +109,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             raise ConfigError(f"{flag} {value} is not a positive number")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization {args.gpu_memory_utilization:g} is not above 0 and at most 1")
+    if args.kv_cache_dtype == "int8" and (args.device != "cpu" or args.dtype != "float32"):
+        raise ConfigError("--kv-cache-dtype int8 needs --device cpu and --dtype float32")
     return EngineConfig(
         model=args.model,
         served_model_name=args.served_model_name or served_name(args.model),
@@ -116,6 +125,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         fused_modules=not args.no_fused_modules,
         quantization=args.quantization,
         torch_compile=args.torch_compile,
+        kv_cache_dtype=args.kv_cache_dtype,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
 
@@ -145,6 +155,8 @@ def engine_of(
     model: LoadedModel, config: EngineConfig, worst: WorstStep, graphs: GraphMode, source: TokenizerSource | None = None
 ) -> Engine:
     """A KV pool for a model that is loaded already. Raises ConfigError where there is no room for it."""
+    if config.kv_cache_dtype == "int8":
+        model = replace(model, layout=replace(model.layout, dtype="int8"))
     device = model.module.device
     room, capture, on_gpu = None, None, device.type == "cuda"
     if on_gpu:

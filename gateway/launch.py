@@ -84,6 +84,7 @@ class UpConfig:
     gpu_memory_utilization: float | None = None
     cuda_graphs: str | None = None
     torch_compile: bool = False
+    kv_cache_dtype: str | None = None
     check_invariants: bool = False
     trust_remote_code: bool = False
     debug_endpoints: bool = False
@@ -138,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU, for each worker")
     memory.add_argument("--cuda-graphs", choices=("auto", "never"), help="capture and replay decode steps on a GPU")
     memory.add_argument("--torch-compile", action="store_true", help="compile fused layers on a GPU")
+    memory.add_argument("--kv-cache-dtype", choices=("auto", "int8"), help="KV in fewer bits (CPU, float32)")
     add_per_model(memory, "--chat-template", "FILE", "instead of the model's own")
     add_style_arguments(memory)
     memory.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -285,6 +287,7 @@ def child_specs(
         quantization=config.quantization,
         gpu_memory_utilization=config.gpu_memory_utilization,
         torch_compile=config.torch_compile,
+        kv_cache_dtype=config.kv_cache_dtype,
         check_invariants=config.check_invariants,
     )
     prefill = worker + _flags(

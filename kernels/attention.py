@@ -9,6 +9,7 @@ from torch import Tensor
 from .attention_cpu import Workspace, attend_decode_on_cpu, attend_on_cpu
 from .attention_native import NativeStep, native_step
 from .attention_plan import GpuPlan, default_num_splits, plan_fixed, plan_step
+from .kv_int8 import Scales
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def paged_attention(
     window: int | None,  # a token sees itself and the window - 1 tokens before it
     softcap: float | None,  # scores become softcap * tanh(scores / softcap)
     sinks: Tensor | None,  # [heads]: a logit per head that takes probability and gives no value
+    scales: Scales | None = None,  # of int8 caches, which only a CPU has
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
     """Causal attention of every sequence over its own blocks; this step's KV must already be in the cache.
 
@@ -91,6 +93,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        scales=scales,
     )
 
 

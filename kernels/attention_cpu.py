@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .attention_native import NativeStep, attend_in_c, library_for, native_step, paged_layer
+from .kv_int8 import Scales, dequantise
 
 # A tile's scores should stay in L2 while softmax and the second product read them again.
 TILE_SCORES = 1 << 19
@@ -79,6 +80,7 @@ def attend_on_cpu(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
+    scales: Scales | None = None,  # of int8 caches
     in_c: bool = True,
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
     """The contract of `paged_attention`. `in_c`: where the kernels in C can run, let them."""
@@ -87,9 +89,14 @@ def attend_on_cpu(
         if workspace.native is None:
             workspace.native = native_step(query_lens, context_lens, block_tables)
         layer = paged_layer(
-            library, q.shape[1], k_cache, v_cache, scale=scale, window=window, softcap=softcap, sinks=sinks
+            library, q.shape[1], k_cache, v_cache, scales, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
         return attend_in_c(layer, workspace.native, q, v_cache.shape[3])
+    if scales is not None:  # the blocks of this step as floats, in a small cache of their own
+        used, block_tables = torch.unique(block_tables, return_inverse=True)
+        k_cache, v_cache = (
+            dequantise(cache[used], plane[used]) for cache, plane in zip((k_cache, v_cache), scales, strict=True)
+        )
     num_tokens, heads, k_head_dim = q.shape
     kv_heads, v_head_dim = v_cache.shape[2:]
     group = heads // kv_heads

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .kv_int8 import Scales
 from .library import native
 
-MOST_DIMS = 2048  # of K and V together: a tile of queries lies on a thread's stack
+CACHE_DTYPES = (torch.float32, torch.int8)
+MOST_DIMS = 1024  # of K and V together: a tile of queries lies on a thread's stack
 
 
 class _CPagedLayer(ctypes.Structure):
     """`PagedLayer` of native/paged.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k_scales", "v_scales", "sinks")),
         *((name, ctypes.c_int64) for name in ("block_size", "heads", "kv_heads", "k_dim", "v_dim", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
@@ -86,10 +88,11 @@ def native_step(
 
 
 def library_for(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> ctypes.CDLL | None:
-    """The kernels in C, if these tensors are for them: float32, on the CPU, the caches contiguous."""
-    for tensor in (q, k_cache, v_cache):
-        if tensor.dtype != torch.float32 or not tensor.is_cpu:
-            return None
+    """The kernels in C, if these tensors are for them: float32 (caches also int8), on the CPU, caches contiguous."""
+    if q.dtype != torch.float32 or k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHE_DTYPES:
+        return None
+    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu):
+        return None
     if k_cache.shape[3] + v_cache.shape[3] > MOST_DIMS:
         return None
     return native() if k_cache.is_contiguous() and v_cache.is_contiguous() else None
@@ -100,21 +103,24 @@ def paged_layer(
     heads: int,
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, k_head_dim]
     v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
+    scales: Scales | None = None,  # of int8 caches
     *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,  # [heads]
+    scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
 ) -> PagedLayer:
     """For caches that `library_for` accepts."""
+    assert (k_cache.dtype == torch.int8) == (scales is not None), "int8 comes with scales"
     if sinks is not None:
         sinks = sinks.float().contiguous()
     _, block_size, kv_heads, k_head_dim = k_cache.shape
+    k_scales, v_scales = (None, None) if scales is None else (part.data_ptr() for part in scales)
     layer = _CPagedLayer(
-        k_cache.data_ptr(), v_cache.data_ptr(), None if sinks is None else sinks.data_ptr(), block_size, heads,
-        kv_heads, k_head_dim, v_cache.shape[3], window or 0, scale, softcap or 0.0,
+        k_cache.data_ptr(), v_cache.data_ptr(), k_scales, v_scales, None if sinks is None else sinks.data_ptr(),
+        block_size, heads, kv_heads, k_head_dim, v_cache.shape[3], window or 0, scale, softcap or 0.0,
     )  # fmt: skip
-    return PagedLayer(library, ctypes.addressof(layer), (layer, k_cache, v_cache, sinks))
+    return PagedLayer(library, ctypes.addressof(layer), (layer, k_cache, v_cache, scales, sinks))
 
 
 def attend_in_c(

@@ -1,8 +1,9 @@
 """Moving KV in and out of one layer's paged cache: writing a step, copying out a slab, copying in a slab.
 
 A *slab* is the canonical wire form of a token range of one layer: all of K `[tokens, kv_heads, k_head_dim]`,
-then all of V `[tokens, kv_heads, v_head_dim]`, contiguous, in the cache's dtype. A *slot* is
-block * block_size + offset: the place of one token, so the same range can be cut into blocks of any size.
+then all of V `[tokens, kv_heads, v_head_dim]`, contiguous, in the cache's dtype; with int8 caches then the scales of K
+and those of V, `[tokens, kv_heads]` in float32. A *slot* is block * block_size + offset: the place of one token, so the
+same range can be cut into blocks of any size.
 
 Each function picks the version for the caches' device: `cache_ops_cuda.py` on a GPU (if CuPy is there), a kernel in C
 where one fits, else torch, which runs anywhere and is the reference.
@@ -18,6 +19,8 @@ from torch import Tensor
 from . import cache_ops_cuda
 from .attention_native import library_for, paged_layer
 from .cuda_module import cupy
+from .kv_int8 import Scales
+from .kv_int8 import write as write_int8
 
 
 def _in_cuda(cache: Tensor) -> bool:
@@ -30,6 +33,7 @@ def write_kv(
     k: Tensor,  # [num_tokens, kv_heads, k_head_dim]
     v: Tensor,  # [num_tokens, kv_heads, v_head_dim]
     slots: Tensor,  # [num_tokens] int64
+    scales: Scales | None = None,  # of int8 caches: k and v, float32, are quantised
 ) -> None:
     """Store the KV of a step's tokens at their slots. Slots must be distinct."""
     if _in_cuda(k_cache):
@@ -37,10 +41,14 @@ def write_kv(
         return
     library = library_for(k, k_cache, v_cache) if v.dtype == k.dtype else None
     if library is not None and all(part.stride()[1:] == (part.shape[2], 1) for part in (k, v)):
-        layer = paged_layer(library, 1, k_cache, v_cache, scale=1.0, window=None, softcap=None, sinks=None)
+        layer = paged_layer(library, 1, k_cache, v_cache, scales)
         library.pd_write_kv(
             layer.pointer, slots.data_ptr(), slots.shape[0], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
         )
+        return
+    if scales is not None:
+        for cache, plane, part in zip((k_cache, v_cache), scales, (k, v), strict=True):
+            write_int8(cache, plane, part, slots)
         return
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v)
@@ -80,14 +88,19 @@ def copy_block(caches: Sequence[Tensor], source: int, target: int) -> None:
         cache[target].copy_(cache[source])
 
 
-def _slab_parts(slab: Tensor, k_cache: Tensor, v_cache: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """K and V as views of a slab's bytes: [num_tokens, kv_heads, head_dim] each."""
-    k_bytes = num_tokens * k_cache[0, 0].numel() * k_cache.element_size()
-    v_bytes = num_tokens * v_cache[0, 0].numel() * v_cache.element_size()
-    assert slab.numel() == k_bytes + v_bytes, f"slab of {slab.numel()} bytes, expected {k_bytes + v_bytes}"
-    k = slab[:k_bytes].view(k_cache.dtype).view(num_tokens, *k_cache.shape[2:])
-    v = slab[k_bytes:].view(v_cache.dtype).view(num_tokens, *v_cache.shape[2:])
-    return k, v
+def _as_bytes(scales: Scales | None) -> list[Tensor]:  # uint8 [num_blocks, block_size, kv_heads * 4] each
+    """In a slab, scales may lie behind an odd number of bytes, where torch sees no floats."""
+    return [] if scales is None else [plane.view(torch.uint8) for plane in scales]
+
+
+def _slab_parts(slab: Tensor, planes: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
+    """Views of a slab's bytes: [num_tokens, ...] of every cache [num_blocks, block_size, ...]."""
+    sizes = [num_tokens * plane[0, 0].nbytes for plane in planes]
+    assert slab.numel() == sum(sizes), f"slab of {slab.numel()} bytes, expected {sum(sizes)}"
+    return [
+        part.view(plane.dtype).view(num_tokens, *plane.shape[2:])
+        for plane, part in zip(planes, torch.split(slab, sizes), strict=True)
+    ]
 
 
 def gather(
@@ -95,21 +108,26 @@ def gather(
     v_cache: Tensor,  # [num_blocks, block_size, kv_heads, v_head_dim]
     slots: Tensor,  # [num_tokens] int64
     slab: Tensor,  # uint8 [slab bytes], on the cache's device
+    scales: Scales | None = None,  # of int8 caches
 ) -> None:
     """Copy the tokens at `slots` into a slab."""
     if _in_cuda(k_cache):
         cache_ops_cuda.gather(k_cache, v_cache, slots, slab.data_ptr())
         return
-    k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
-    if (library := library_for(k, k_cache, v_cache)) is not None:
-        layer = paged_layer(library, 1, k_cache, v_cache, scale=1.0, window=None, softcap=None, sinks=None)
+    planes = (k_cache, v_cache, *_as_bytes(scales))
+    parts = _slab_parts(slab, planes, slots.numel())
+    if (library := library_for(parts[0], k_cache, v_cache)) is not None:
+        layer = paged_layer(library, 1, k_cache, v_cache)
+        k, v = parts
         library.pd_read_kv(layer.pointer, slots.data_ptr(), slots.numel(), k.data_ptr(), v.data_ptr())
         return
-    torch.index_select(k_cache.view(-1, *k_cache.shape[2:]), 0, slots, out=k)
-    torch.index_select(v_cache.view(-1, *v_cache.shape[2:]), 0, slots, out=v)
+    for plane, part in zip(planes, parts, strict=True):
+        torch.index_select(plane.view(-1, *plane.shape[2:]), 0, slots, out=part)
 
 
-def scatter(k_cache: Tensor, v_cache: Tensor, slots: Tensor, payload: memoryview) -> None:
+def scatter(
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor, payload: memoryview, scales: Scales | None = None
+) -> None:
     """Copy a slab (its bytes, read only once) into the cache at `slots`."""
     if payload.readonly:  # as received frames are, which are not aligned either; torch wants both
         slab = torch.empty(payload.nbytes, dtype=torch.uint8)
@@ -121,5 +139,8 @@ def scatter(k_cache: Tensor, v_cache: Tensor, slots: Tensor, payload: memoryview
         assert slab.numel() == slots.numel() * sum(cache[0, 0].nbytes for cache in (k_cache, v_cache))
         cache_ops_cuda.scatter(k_cache, v_cache, slots, slab.data_ptr())
         return
-    k, v = _slab_parts(slab, k_cache, v_cache, slots.numel())
-    write_kv(k_cache, v_cache, k, v, slots)
+    planes = (k_cache, v_cache, *_as_bytes(scales))
+    parts = _slab_parts(slab, planes, slots.numel())
+    write_kv(k_cache, v_cache, parts[0], parts[1], slots)
+    for plane, part in zip(planes[2:], parts[2:], strict=True):
+        plane.view(-1, plane.shape[2]).index_copy_(0, slots, part)

@@ -12,7 +12,8 @@ from .errors import LayoutMismatch
 
 LAYOUT_VERSION = 2
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+SCALE_BYTES = 4  # float32
 
 Small = Annotated[int, Field(ge=1, le=1 << 16)]
 
@@ -28,20 +29,18 @@ class LayerShape:
     k_head_dim: Small
     v_head_dim: Small
 
-    @property
-    def elements_per_token(self) -> int:
-        return self.kv_heads * (self.k_head_dim + self.v_head_dim)
-
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The canonical wire layout: per layer, all of K then all of V, contiguous, in `dtype`.
 
+    int8 has two more planes behind them: a float32 scale for each token and KV head, of K and of V.
+
     Block sizes are deliberately absent: each side cuts the token axis as it likes.
     """
 
     fingerprint: Annotated[str, Field(min_length=1, max_length=128)]
-    dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
+    dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16|int8)$")]
     layers: Annotated[tuple[LayerShape, ...], Field(min_length=1, max_length=1024)]
     # Of the weights, and by whom: other ones give other KV.
     quantization: Weights = "none"
@@ -51,13 +50,19 @@ class KVLayout:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def token_bytes(self, layer: int) -> tuple[int, ...]:
+        """Bytes of one token in each plane of a layer, in the order of a slab."""
+        shape, item = self.layers[layer], DTYPE_BYTES[self.dtype]
+        scales = (shape.kv_heads * SCALE_BYTES,) * 2 if self.dtype == "int8" else ()
+        return (shape.kv_heads * shape.k_head_dim * item, shape.kv_heads * shape.v_head_dim * item, *scales)
+
     def layer_bytes_per_token(self, layer: int) -> int:
-        return self.layers[layer].elements_per_token * DTYPE_BYTES[self.dtype]
+        return sum(self.token_bytes(layer))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV for one token over all layers."""
-        return sum(shape.elements_per_token for shape in self.layers) * DTYPE_BYTES[self.dtype]
+        return sum(self.layer_bytes_per_token(layer) for layer in range(self.num_layers))
 
     def differences(self, other: KVLayout) -> Iterator[str]:
         if self.version != other.version:

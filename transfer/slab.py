@@ -1,6 +1,7 @@
 """Slabs: copies of some tokens' KV of one layer, in the canonical layout, on their way between two owners.
 
-Layout of a payload: K as [tokens, kv_heads, k_head_dim], then V as [tokens, kv_heads, v_head_dim], in the KV dtype.
+Layout of a payload: K as [tokens, kv_heads, k_head_dim], then V as [tokens, kv_heads, v_head_dim], in the KV dtype;
+then what more planes the layout has (scales of int8), [tokens, kv_heads] each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 import xxhash
 
 from .device import DeviceSpan
-from .layout import DTYPE_BYTES, KVLayout
+from .layout import KVLayout
 from .messages import Slab
 
 
@@ -56,13 +57,16 @@ def store_slab(store: KVStore, slab: Slab, blocks: Sequence[int], payload: memor
 
 def cut_slab(payload: memoryview, layout: KVLayout, layer: int, num_tokens: int, first: int) -> memoryview:
     """Tokens [first, num_tokens) of a slab that holds tokens [0, num_tokens) of a layer."""
-    shape, item = layout.layers[layer], DTYPE_BYTES[layout.dtype]
-    k_row, v_row = shape.kv_heads * shape.k_head_dim * item, shape.kv_heads * shape.v_head_dim * item
-    assert payload.nbytes == num_tokens * (k_row + v_row)
+    rows = layout.token_bytes(layer)
+    assert payload.nbytes == num_tokens * sum(rows)
     if first == 0:
         return payload
-    values = num_tokens * k_row
-    return memoryview(bytes(payload[first * k_row : values]) + bytes(payload[values + first * v_row :]))
+    parts, start = [], 0
+    for row in rows:
+        end = start + num_tokens * row
+        parts.append(bytes(payload[start + first * row : end]))
+        start = end
+    return memoryview(b"".join(parts))
 
 
 def checksum(payload: memoryview | bytes) -> int:

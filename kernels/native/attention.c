@@ -21,13 +21,21 @@
 
 /* Where the tokens of a segment have their K and V, all heads of it. */
 typedef struct {
-    int64_t tokens;
-    const float *keys[SEGMENT], *values[SEGMENT];
+    int64_t tokens, slots[SEGMENT];
+    const char *keys[SEGMENT], *values[SEGMENT];
 } Segment;
+
+/* LANES elements from element i on, or the `count` first of them: floats, or bytes whose scale is applied later. */
+INLINE vec load_element(const int bytes, const char *row, int64_t i) {
+    return bytes ? load_bytes((const int8_t *)row + i) : load((const float *)row + i);
+}
+INLINE vec load_elements(const int bytes, const char *row, int64_t i, int64_t count) {
+    return bytes ? load_bytes_part((const int8_t *)row + i, count) : load_part((const float *)row + i, count);
+}
 
 /* Scores of `tokens` rows of K with `group` queries. q [group, dim], scores [group][SEGMENT]. What the next segment
  * needs is fetched meanwhile: blocks lie anywhere, and no prefetcher guesses that. */
-INLINE void score(const int tokens, const int group, const float *const *keys, const float *const *next,
+INLINE void score(const int bytes, const int tokens, const int group, const char *const *keys, const char *const *next,
                   int64_t head_offset, const float *q, int64_t dim, float scale, float *scores) {
     vec sums[GROUP][4];
     for (int g = 0; g < group; g++)
@@ -36,8 +44,8 @@ INLINE void score(const int tokens, const int group, const float *const *keys, c
     for (; i + LANES <= dim; i += LANES) {
         vec key[4];
         for (int t = 0; t < tokens; t++) {
-            key[t] = load(keys[t] + head_offset + i);
-            __builtin_prefetch(next[t] + head_offset + i, 0, 2);
+            key[t] = load_element(bytes, keys[t], head_offset + i);
+            __builtin_prefetch(next[t] + (head_offset + i) * (bytes ? 1 : 4), 0, 2);
         }
         for (int g = 0; g < group; g++) {
             vec query = load(q + g * dim + i);
@@ -46,7 +54,7 @@ INLINE void score(const int tokens, const int group, const float *const *keys, c
     }
     if (i < dim)
         for (int t = 0; t < tokens; t++) {
-            vec key = load_part(keys[t] + head_offset + i, dim - i);
+            vec key = load_elements(bytes, keys[t], head_offset + i, dim - i);
             for (int g = 0; g < group; g++) sums[g][t] += load_part(q + g * dim + i, dim - i) * key;
         }
     vec kept[GROUP][4]; /* by way of memory, as in linear.c */
@@ -62,8 +70,8 @@ INLINE void score(const int tokens, const int group, const float *const *keys, c
 }
 
 /* out [group, dim] = out * rescale + sum over tokens of probability * V, for `width` vectors from `i` on. */
-INLINE void mix(const int width, const int group, int64_t tokens, const float *const *values,
-                const float *const *next, int64_t head_offset, const float *probabilities, const float *rescale,
+INLINE void mix(const int bytes, const int width, const int group, int64_t tokens, const char *const *values,
+                const char *const *next, int64_t head_offset, const float *probabilities, const float *rescale,
                 int64_t i, int64_t dim, float *out) {
     vec sums[GROUP][WIDTH];
     for (int g = 0; g < group; g++)
@@ -71,8 +79,8 @@ INLINE void mix(const int width, const int group, int64_t tokens, const float *c
     for (int64_t t = 0; t < tokens; t++) {
         vec value[WIDTH];
         for (int w = 0; w < width; w++) {
-            value[w] = load(values[t] + head_offset + i + w * LANES);
-            __builtin_prefetch(next[t] + head_offset + i + w * LANES, 0, 2);
+            value[w] = load_element(bytes, values[t], head_offset + i + w * LANES);
+            __builtin_prefetch(next[t] + (head_offset + i + w * LANES) * (bytes ? 1 : 4), 0, 2);
         }
         for (int g = 0; g < group; g++)
             for (int w = 0; w < width; w++) sums[g][w] += value[w] * probabilities[g * SEGMENT + t];
@@ -81,18 +89,23 @@ INLINE void mix(const int width, const int group, int64_t tokens, const float *c
         for (int w = 0; w < width; w++) store(out + g * dim + i + w * LANES, sums[g][w]);
 }
 
-/* One segment for `group` queries of one KV head. largest, total [group]: the softmax so far. */
-INLINE void attend(const int group, const Segment *segment, const Segment *next, int64_t k_offset, int64_t v_offset,
-                   const float *q, int64_t k_dim, int64_t v_dim, float scale, float softcap, float *most, float *total,
-                   float *out) {
+/* One segment for `group` queries of one KV head, whose scales for the tokens are given with bytes. largest, total
+ * [group]: the softmax so far. */
+INLINE void attend(const int bytes, const int group, const Segment *segment, const Segment *next, int64_t k_offset,
+                   int64_t v_offset, const float *k_scales, const float *v_scales, const float *q, int64_t k_dim,
+                   int64_t v_dim, float scale, float softcap, float *most, float *total, float *out) {
     const int64_t tokens = segment->tokens;
-    const float *const *values = segment->values;
+    const char *const *values = segment->values;
     float scores[GROUP * SEGMENT], rescale[GROUP];
     int64_t t = 0;
-    for (; t + 4 <= tokens; t += 4) score(4, group, segment->keys + t, next->keys + t, k_offset, q, k_dim, scale, scores + t);
-    for (; t < tokens; t++) score(1, group, segment->keys + t, next->keys + t, k_offset, q, k_dim, scale, scores + t);
+    for (; t + 4 <= tokens; t += 4)
+        score(bytes, 4, group, segment->keys + t, next->keys + t, k_offset, q, k_dim, scale, scores + t);
+    for (; t < tokens; t++)
+        score(bytes, 1, group, segment->keys + t, next->keys + t, k_offset, q, k_dim, scale, scores + t);
     for (int g = 0; g < group; g++) {
         float *mine = scores + g * SEGMENT;
+        if (bytes)
+            for (t = 0; t < tokens; t++) mine[t] *= k_scales[t];
         if (softcap > 0)
             for (t = 0; t < tokens; t++) mine[t] = softcap * tanhf(mine[t] / softcap);
         for (t = tokens; t % LANES; t++) mine[t] = -INFINITY;
@@ -110,16 +123,22 @@ INLINE void attend(const int group, const Segment *segment, const Segment *next,
         rescale[g] = exponential(splat(most[g] - peak))[0];
         total[g] = total[g] * rescale[g] + fold_sum(sum);
         most[g] = peak;
+        if (bytes)
+            for (t = 0; t < tokens; t++) mine[t] *= v_scales[t];
     }
     int64_t i = 0;
     for (; i + WIDTH * LANES <= v_dim; i += WIDTH * LANES)
-        mix(WIDTH, group, tokens, values, next->values, v_offset, scores, rescale, i, v_dim, out);
+        mix(bytes, WIDTH, group, tokens, values, next->values, v_offset, scores, rescale, i, v_dim, out);
     for (; i + LANES <= v_dim; i += LANES)
-        mix(1, group, tokens, values, next->values, v_offset, scores, rescale, i, v_dim, out);
+        mix(bytes, 1, group, tokens, values, next->values, v_offset, scores, rescale, i, v_dim, out);
     for (; i < v_dim; i++)
         for (int g = 0; g < group; g++) {
             float sum = out[g * v_dim + i] * rescale[g];
-            for (t = 0; t < tokens; t++) sum += values[t][v_offset + i] * scores[g * SEGMENT + t];
+            for (t = 0; t < tokens; t++) {
+                const int64_t at = v_offset + i;
+                const float value = bytes ? ((const int8_t *)values[t])[at] : ((const float *)values[t])[at];
+                sum += value * scores[g * SEGMENT + t];
+            }
             out[g * v_dim + i] = sum;
         }
 }
@@ -142,25 +161,33 @@ static void find_segment(const Call *call, int64_t s, int64_t first, Segment *se
     const PagedLayer *layer = call->layer;
     const int64_t *table = call->sequences->tables + s * call->sequences->table_stride;
     const int64_t left = call->sequences->context_lens[s] - first;
+    const int64_t k_row = layer->kv_heads * layer->k_dim, v_row = layer->kv_heads * layer->v_dim;
+    const int64_t size = layer->k_scales ? 1 : sizeof(float);
     segment->tokens = left < SEGMENT ? left : SEGMENT;
     int64_t block = first / layer->block_size, offset = first % layer->block_size;
     for (int64_t t = 0; t < segment->tokens; t++) {
         int64_t slot = table[block] * layer->block_size + offset;
-        segment->keys[t] = layer->k_cache + slot * layer->kv_heads * layer->k_dim;
-        segment->values[t] = layer->v_cache + slot * layer->kv_heads * layer->v_dim;
+        segment->slots[t] = slot;
+        segment->keys[t] = (const char *)layer->k_cache + slot * k_row * size;
+        segment->values[t] = (const char *)layer->v_cache + slot * v_row * size;
         if (++offset == layer->block_size) block++, offset = 0;
     }
 }
 
 /* One segment for all queries of KV heads [first .. end). most, total [heads]; queries, mixed [heads, dim]. */
-static void attend_heads(const PagedLayer *layer, const Segment *segment, const Segment *next, int64_t first,
-                         int64_t end, const float *queries, float *most, float *total, float *mixed) {
+INLINE void attend_heads(const int bytes, const PagedLayer *layer, const Segment *segment, const Segment *next,
+                         int64_t first, int64_t end, const float *queries, float *most, float *total, float *mixed) {
     const int64_t shared = layer->heads / layer->kv_heads, k_dim = layer->k_dim, v_dim = layer->v_dim;
-    for (int64_t kv_head = first; kv_head < end; kv_head++)
+    for (int64_t kv_head = first; kv_head < end; kv_head++) {
+        float k_scales[SEGMENT], v_scales[SEGMENT];
+        for (int64_t t = 0; bytes && t < segment->tokens; t++) {
+            k_scales[t] = layer->k_scales[segment->slots[t] * layer->kv_heads + kv_head];
+            v_scales[t] = layer->v_scales[segment->slots[t] * layer->kv_heads + kv_head];
+        }
         for (int64_t h = kv_head * shared, last = h + shared; h < last;) {
 #define ATTEND(group)                                                                                                \
-    attend(group, segment, next, kv_head *k_dim, kv_head *v_dim, queries + h * k_dim, k_dim, v_dim, layer->scale,    \
-           layer->softcap, most + h, total + h, mixed + h * v_dim);                                                  \
+    attend(bytes, group, segment, next, kv_head *k_dim, kv_head *v_dim, k_scales, v_scales, queries + h * k_dim,     \
+           k_dim, v_dim, layer->scale, layer->softcap, most + h, total + h, mixed + h * v_dim);                      \
     h += group;                                                                                                      \
     break
             switch (last - h) {
@@ -171,7 +198,18 @@ static void attend_heads(const PagedLayer *layer, const Segment *segment, const 
             }
 #undef ATTEND
         }
+    }
 }
+
+/* In functions of their own, so that compilers treat them as well as when there was one. */
+#define SPECIAL(name, bytes)                                                                                         \
+    static __attribute__((noinline)) void name(const PagedLayer *layer, const Segment *segment, const Segment *next, \
+                                               int64_t first, int64_t end, const float *queries, float *most,        \
+                                               float *total, float *mixed) {                                         \
+        attend_heads(bytes, layer, segment, next, first, end, queries, most, total, mixed);                          \
+    }
+SPECIAL(attend_floats, 0)
+SPECIAL(attend_bytes, 1)
 
 /* A sequence, or one KV head of it. While its last segment is worked on, what the next item begins with is fetched. */
 static void attend_item(void *context, int64_t item) {
@@ -198,7 +236,7 @@ static void attend_item(void *context, int64_t item) {
             find_segment(call, s + 1, first_token(call, s + 1), next);
         for (int64_t t = next->tokens; t < segment->tokens; t++) /* may point anywhere valid */
             next->keys[t] = segment->keys[t], next->values[t] = segment->values[t];
-        attend_heads(layer, segment, next, kv_first, kv_end, queries, most, total, mixed);
+        (layer->k_scales ? attend_bytes : attend_floats)(layer, segment, next, kv_first, kv_end, queries, most, total, mixed);
         Segment *done = segment;
         segment = next, next = done;
     }

@@ -29,13 +29,40 @@ static void gather(const float *cache, const int64_t *slots, int64_t rows, int64
     }
 }
 
-EXPORT void pd_write_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, const float *k, int64_t k_stride,
-                        const float *v, int64_t v_stride) {
-    scatter(layer->k_cache, slots, rows, layer->kv_heads * layer->k_dim, k, k_stride);
-    scatter(layer->v_cache, slots, rows, layer->kv_heads * layer->v_dim, v, v_stride);
+/* to = round(x * 127 / absmax), and its scale. What is not finite makes the scale NaN, so that it is not lost. */
+static void quantise(const float *x, int64_t dim, int8_t *to, float *scale) {
+    float most = 0, spoilt = 0;
+    for (int64_t i = 0; i < dim; i++) {
+        const float size = x[i] < 0 ? -x[i] : x[i];
+        most = size > most ? size : most;
+        spoilt += x[i] * 0.0f;
+    }
+    const float inverse = most > 0 ? 127.0f / most : 0;
+    for (int64_t i = 0; i < dim; i++) to[i] = spoilt == 0 ? (int8_t)__builtin_rintf(x[i] * inverse) : 0;
+    *scale = spoilt == 0 ? most / 127.0f : __builtin_nanf("");
 }
 
-/* K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] from their slots. */
+static void write_rows(const PagedLayer *layer, void *cache, float *scales, int64_t dim, const int64_t *slots,
+                       int64_t rows, const float *from, int64_t stride) {
+    const int64_t heads = layer->kv_heads;
+    if (!scales) {
+        scatter(cache, slots, rows, heads * dim, from, stride);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t at = slots[r] * heads + h;
+            quantise(from + r * stride + h * dim, dim, (int8_t *)cache + at * dim, scales + at);
+        }
+}
+
+EXPORT void pd_write_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, const float *k, int64_t k_stride,
+                        const float *v, int64_t v_stride) {
+    write_rows(layer, layer->k_cache, layer->k_scales, layer->k_dim, slots, rows, k, k_stride);
+    write_rows(layer, layer->v_cache, layer->v_scales, layer->v_dim, slots, rows, v, v_stride);
+}
+
+/* K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] from their slots, in floats. */
 EXPORT void pd_read_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, float *k, float *v) {
     gather(layer->k_cache, slots, rows, layer->kv_heads * layer->k_dim, k);
     gather(layer->v_cache, slots, rows, layer->kv_heads * layer->v_dim, v);

@@ -3,9 +3,11 @@
 
 #include <stdint.h>
 
-/* One layer's paged KV, and how its attention is computed. Caches are [blocks, block_size, kv_heads, dim]. */
+/* One layer's paged KV, and how its attention is computed. Caches are [blocks, block_size, kv_heads, dim]: floats, or
+ * int8 where there are scales, [blocks, block_size, kv_heads] each. */
 typedef struct {
-    float *k_cache, *v_cache;
+    void *k_cache, *v_cache;
+    float *k_scales, *v_scales; /* or both null */
     const float *sinks; /* [heads] or null */
     int64_t block_size, heads, kv_heads, k_dim, v_dim, window; /* window: 0 for none */
     float scale, softcap;                                      /* softcap: 0 for none */

@@ -1,4 +1,5 @@
-/* Causal attention of a prompt's chunk over a paged cache, float32: K and V are read where they lie, unpacked.
+/* Causal attention of a prompt's chunk over a paged cache, float32: K and V are read where they lie.
+ * K and V in int8 become floats a segment at a time, in L1.
  *
  * A tile is as many queries as fill WIDTH vectors, one query (of one head) a lane; all of a tile share a KV head. Lanes
  * being queries, a key's or value's element is a scalar for all of them, the softmax needs no sum across lanes, and only
@@ -39,6 +40,7 @@ typedef struct {
     int64_t sequence, kv_head, from, lanes;
     int64_t first_key, last_key; /* that any lane sees */
     float *queries, *scores, *mixed;
+    float *room; /* for K and V of a segment, where they are bytes */
     const float *keys[SEGMENT], *values[SEGMENT]; /* of the KV head, for the tokens of a segment */
     float most[TILE], total[TILE], rescale[TILE];
     int32_t positions[TILE];
@@ -184,14 +186,29 @@ INLINE void attend_segment(const int width, Tile *tile, int64_t first, int64_t t
     for (; i < layer->v_dim; i++) mix(width, 1, tile, i, tokens);
 }
 
+static const float *unpack(const int8_t *from, float scale, int64_t dim, float *to) {
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) store(to + i, load_bytes(from + i) * scale);
+    for (; i < dim; i++) to[i] = (float)from[i] * scale;
+    return to;
+}
+
 /* Where the tokens of a segment lie. Up to the next multiple of ROWS the last one is repeated. */
 static void find_tokens(const int64_t *table, int64_t first, int64_t tokens, Tile *tile) {
     const PagedLayer *layer = tile->layer;
+    const int64_t k_dim = layer->k_dim, v_dim = layer->v_dim;
     int64_t block = first / layer->block_size, offset = first % layer->block_size;
     for (int64_t t = 0; t < tokens; t++) {
         const int64_t row = (table[block] * layer->block_size + offset) * layer->kv_heads + tile->kv_head;
-        tile->keys[t] = layer->k_cache + row * layer->k_dim;
-        tile->values[t] = layer->v_cache + row * layer->v_dim;
+        if (layer->k_scales) {
+            float *room = tile->room + t * (k_dim + v_dim);
+            tile->keys[t] = unpack((const int8_t *)layer->k_cache + row * k_dim, layer->k_scales[row], k_dim, room);
+            room += k_dim;
+            tile->values[t] = unpack((const int8_t *)layer->v_cache + row * v_dim, layer->v_scales[row], v_dim, room);
+        } else {
+            tile->keys[t] = (const float *)layer->k_cache + row * k_dim;
+            tile->values[t] = (const float *)layer->v_cache + row * v_dim;
+        }
         if (++offset == layer->block_size) block++, offset = 0;
     }
     for (int64_t t = tokens; t % ROWS; t++) tile->keys[t] = tile->keys[tokens - 1];
@@ -255,9 +272,11 @@ static void close_tile(const Call *call, const Tile *tile) {
 
 static void attend_tile(const Call *call, int64_t sequence, int64_t kv_head, int64_t from, int64_t lanes) {
     const PagedLayer *layer = call->layer;
-    float scratch[(layer->k_dim + layer->v_dim + SEGMENT) * TILE] __attribute__((aligned(64)));
+    const int64_t dims = layer->k_dim + layer->v_dim;
+    float scratch[(dims + SEGMENT) * TILE] __attribute__((aligned(64)));
+    float room[layer->k_scales ? SEGMENT * dims : 1] __attribute__((aligned(64)));
     Tile tile = {.layer = layer, .sequence = sequence, .kv_head = kv_head, .from = from, .lanes = lanes};
-    tile.queries = scratch;
+    tile.queries = scratch, tile.room = room;
     tile.scores = tile.queries + layer->k_dim * TILE;
     tile.mixed = tile.scores + SEGMENT * TILE;
     open_tile(call, &tile);
@@ -289,7 +308,7 @@ static void attend_item(void *context, int64_t item) {
     }
 }
 
-/* k_dim + v_dim must not exceed 2048: a tile lies on the stack. */
+/* k_dim + v_dim must not exceed 1024: a tile lies on the stack. */
 void attend_chunks(const PagedLayer *layer, const Sequences *sequences, const float *q, int64_t q_stride, float *out) {
     Call call = {layer, sequences, q, q_stride, out};
     int64_t items = 0;

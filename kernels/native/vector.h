@@ -60,6 +60,24 @@ INLINE void store_part(float *to, vec value, int64_t count) {
     if (count > 2) to[2] = value[2];
 }
 #endif
+/* LANES signed bytes as floats. */
+#if LANES == 16
+INLINE vec load_bytes(const int8_t *from) {
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+#elif LANES == 8
+INLINE vec load_bytes(const int8_t *from) {
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+}
+#else
+INLINE vec load_bytes(const int8_t *from) { return (vec){from[0], from[1], from[2], from[3]}; }
+#endif
+/* The first `count` (1 to LANES - 1), zeros behind them. */
+INLINE vec load_bytes_part(const int8_t *from, int64_t count) {
+    int8_t some[LANES] = {0};
+    for (int64_t i = 0; i < count; i++) some[i] = from[i];
+    return load_bytes(some);
+}
 INLINE vec splat(float value) { return value - (vec){0}; }
 
 /* Lanes folded in halves down to four, always in the same order. */

@@ -1,5 +1,7 @@
 """A sequence that is preempted at every k-th token says what it would have said undisturbed."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.decode.metrics import DecodeMetrics
@@ -119,3 +121,12 @@ def test_preemption_at_every_kth_token_changes_nothing(
         assert decoder.run(PARAMS[kind], 2) == undisturbed
         assert decoder.swaps + decoder.recomputes > 0
         assert (decoder.swaps > 0) == (preemption != "recompute")
+
+
+def test_a_swap_brings_int8_and_its_scales_back(model: LoadedModel) -> None:
+    model = replace(model, layout=replace(model.layout, dtype="int8"))
+    undisturbed = Decoder(model, None, "swap", 10_000).run(PARAMS["greedy"], 2)
+    for every in (1, 3):
+        decoder = Decoder(model, every, "swap", 10_000)
+        assert decoder.run(PARAMS["greedy"], 2) == undisturbed
+        assert decoder.swaps > 0

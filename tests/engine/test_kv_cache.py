@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pdserve.engine import kv_cache
 from pdserve.engine.kv_cache import KVCache, parse_size, plan_num_blocks
+from pdserve.engine.setup import add_engine_arguments, engine_config
 from pdserve.transfer.errors import ConfigError
 from pdserve.transfer.layout import KVLayout, LayerShape
 
@@ -23,9 +26,17 @@ GIB = 1024**3
 def filled(block_size: int, num_blocks: int = 30, dtype: str = "float32") -> KVCache:
     cache = KVCache(KVLayout(fingerprint="f", dtype=dtype, layers=LAYOUT.layers), num_blocks, block_size)
     generator = torch.Generator().manual_seed(block_size)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.normal_(generator=generator)
+    for tensor in planes(cache):
+        if tensor.dtype == torch.int8:
+            tensor.random_(-127, 128, generator=generator)
+        else:
+            tensor.normal_(generator=generator)
     return cache
+
+
+def planes(cache: KVCache) -> list[Tensor]:
+    """Everything that is kept of a token."""
+    return [*cache.keys, *cache.values, *(plane for scales in cache.scales for plane in scales or ())]
 
 
 @given(
@@ -33,7 +44,7 @@ def filled(block_size: int, num_blocks: int = 30, dtype: str = "float32") -> KVC
     first_token=st.integers(0, 20),
     num_tokens=st.integers(1, 25),
     layer=st.integers(0, 2),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
 )
 def test_a_token_range_survives_the_trip_between_block_sizes(
     sizes: tuple[int, int], first_token: int, num_tokens: int, layer: int, dtype: str
@@ -42,17 +53,16 @@ def test_a_token_range_survives_the_trip_between_block_sizes(
     blocks = [random.Random(size).sample(range(60), -(-(first_token + num_tokens) // size)) for size in sizes]
     slab = source.gather(layer, blocks[0], first_token, num_tokens)
     assert slab.nbytes == num_tokens * source.layout.layer_bytes_per_token(layer)
-    before = [tensor.clone() for tensor in (*target.keys, *target.values)]
+    before = [tensor.clone() for tensor in planes(target)]
     target.scatter(layer, blocks[1], first_token, num_tokens, slab)
     assert bytes(target.gather(layer, blocks[1], first_token, num_tokens)) == bytes(slab)
     room = bytearray(slab.nbytes)
     assert source.gather(layer, blocks[0], first_token, num_tokens, memoryview(room)).obj is room
     assert bytes(room) == bytes(slab)
     changed = sum(
-        int((now != then).flatten(2).any(2).sum())
-        for now, then in zip((*target.keys, *target.values), before, strict=True)
+        int((now != then).flatten(2).any(2).sum()) for now, then in zip(planes(target), before, strict=True)
     )
-    assert changed <= 2 * num_tokens, "tokens outside of the range were touched"
+    assert changed <= (4 if dtype == "int8" else 2) * num_tokens, "tokens outside of the range were touched"
 
 
 def test_a_slab_holds_the_tokens_of_the_range_in_order() -> None:
@@ -77,6 +87,31 @@ def test_a_copied_block_equals_its_source_in_every_layer_and_touches_no_other() 
 def test_a_range_past_the_block_table_is_a_bug_not_a_read() -> None:
     with pytest.raises(AssertionError, match="do not cover"):
         filled(4).gather(0, [1, 2], first_token=4, num_tokens=5)
+
+
+def test_int8_makes_more_blocks_of_the_same_memory_and_its_tensors_are_as_large_as_the_layout_says() -> None:
+    layout = KVLayout(fingerprint="f", dtype="int8", layers=LAYOUT.layers)
+    assert layout.token_bytes(1) == (6, 3, 4, 4)
+    memory_bytes = 100 * 16 * LAYOUT.bytes_per_token
+    num_blocks = plan_num_blocks(layout, 16, None, memory_bytes, "cpu")
+    assert num_blocks == memory_bytes // (16 * layout.bytes_per_token) > 150
+    assert sum(plane.nbytes for plane in planes(filled(16, 30, "int8"))) == 31 * 16 * layout.bytes_per_token
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "bfloat16"], ["--device", "cuda"]])
+def test_int8_where_it_cannot_be_is_refused_by_flag(flags: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(trust_remote_code=False)
+    add_engine_arguments(parser)
+    assert engine_config(parser.parse_args(["--model", "m", "--kv-cache-dtype", "int8"])).kv_cache_dtype == "int8"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 needs --device cpu and --dtype float32"):
+        engine_config(parser.parse_args(["--model", "m", "--kv-cache-dtype", "int8", *flags]))
+
+
+def test_a_copied_int8_block_brings_its_scales() -> None:
+    cache = filled(3, 5, "int8")
+    cache.copy_block(1, 3)
+    assert all(torch.equal(plane[3], plane[1]) for plane in planes(cache))
 
 
 @pytest.mark.parametrize(

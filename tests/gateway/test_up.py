@@ -149,6 +149,7 @@ def test_a_gateway_is_stopped_before_the_workers_it_needs_to_finish() -> None:
         ("--device=cuda:1", None, "cuda:1", "cuda:1"),
         ("--gpu-memory-utilization=0.45", None, "0.45", "0.45"),
         ("--cuda-graphs=never", None, None, "never"),
+        ("--kv-cache-dtype=int8", None, "int8", "int8"),
         ("--chunk-tokens=64", None, "64", "64"),
         ("--drain-timeout-s=7.0", None, "7.0", "7.0"),
         ("--shutdown-s=7.0", "7.0", None, None),
