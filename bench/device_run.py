@@ -21,6 +21,7 @@ SECTIONS = {  # in this order
     "attention": "pdserve.bench.device_kernels",
     "rows": "pdserve.bench.device_rows",
     "decode step": "pdserve.bench.device_step",
+    "transfer": "pdserve.bench.device_transfer",
     "pair": "pdserve.bench.device_pair",
 }
 

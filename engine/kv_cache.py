@@ -140,6 +140,9 @@ class KVCache:
         cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload, self.scales[layer])
 
     def _stream(self, span: DeviceSpan) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(self.device)
+        if span.stream == current.cuda_stream:  # of the default stream, 0, torch would make another one
+            return current
         return torch.cuda.ExternalStream(span.stream, device=self.device)  # type: ignore[no-untyped-call]
 
     def gather_to(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: DeviceSpan) -> None:

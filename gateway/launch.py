@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_per_model(workers, "--decode", "N", "decode workers")
     workers.add_argument("--gateways", type=int, default=UpConfig.gateways, metavar="N", help="on consecutive ports")
     workers.add_argument("--aggregated", action="store_true", help="no prefill workers (the same as --prefill 0)")
-    workers.add_argument("--link", choices=("auto", "shm", "zmq"), help="how KV moves (auto: shm)")
+    workers.add_argument("--link", choices=("auto", "cuda_ipc", "shm", "zmq"), help="how KV moves")
     workers.add_argument("--lease-cores", choices=("auto", "never"), help="compute on idle neighbours' cores, too")
     workers.add_argument("--local-prefill", choices=("auto", "never"), help="may decode compute prompts itself")
     memory = parser.add_argument_group("model and memory")

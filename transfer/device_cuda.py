@@ -39,12 +39,11 @@ class CudaDevice:
         self._cuda = library.cuda
         self._runtime = library.cuda.runtime
         self._index = index
-        properties = self._runtime.getDeviceProperties(index)
-        name = _text(properties["name"])
+        properties = torch.cuda.get_device_properties(index)
         self.identity = DeviceIdentity(
-            uuid=_uuid(properties),
-            bus=_text(self._runtime.deviceGetPCIBusId(index)),
-            slice=name if MIG_MARK in name else "",
+            uuid=str(properties.uuid),
+            bus=str(self._runtime.deviceGetPCIBusId(index)),
+            slice=properties.name if MIG_MARK in properties.name else "",
             boot=BOOT_ID.read_text().strip(),
             pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
             ipc_namespace=os.stat("/proc/self/ns/ipc").st_ino,
@@ -65,9 +64,9 @@ class CudaDevice:
                 raise RingUnavailable(f"{what}: {error}") from None
 
     def reaches(self, other: DeviceIdentity) -> str:
-        for index in range(self._runtime.getDeviceCount()):
-            if _uuid(self._runtime.getDeviceProperties(index)) == other.uuid:
-                if self._runtime.deviceCanAccessPeer(self._index, index):
+        for index in range(torch.cuda.device_count()):
+            if str(torch.cuda.get_device_properties(index).uuid) == other.uuid:
+                if torch.cuda.can_device_access_peer(self._index, index):
                     return ""
                 return f"the devices {self.identity.bus} and {other.bus} have no peer access to each other"
         return ""  # hidden from this process (CUDA_VISIBLE_DEVICES): only the attempt to open its memory tells
@@ -159,10 +158,3 @@ class CudaDevice:
         with self._current():
             self._runtime.streamSynchronize(stream)
 
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _uuid(properties: dict[str, Any]) -> str:
-    return bytes(properties["uuid"]).hex()
