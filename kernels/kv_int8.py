@@ -15,9 +15,10 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:  # [.., dim] float32 -> int8 [
     """What is not finite makes the scale NaN, so that it is not lost."""
     most = x.abs().amax(dim=-1)
     finite = most.isfinite()
-    inverse = torch.where(finite & (most > 0), 127.0 / most, torch.zeros_like(most))
+    largest = most.new_tensor(127.0)  # a tensor: torch turns a number over a tensor into a product, which rounds twice
+    inverse = torch.where(finite & (most > 0), largest / most, torch.zeros_like(most))
     rounded = torch.where(finite[..., None], torch.round(x * inverse[..., None]), torch.zeros_like(x))
-    return rounded.to(torch.int8), torch.where(finite, most / 127.0, torch.full_like(most, torch.nan))
+    return rounded.to(torch.int8), torch.where(finite, most / largest, torch.full_like(most, torch.nan))
 
 
 def dequantise(x: Tensor, scales: Tensor) -> Tensor:  # int8 [.., dim], float32 [..] -> float32 [.., dim]
