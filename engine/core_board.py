@@ -13,6 +13,7 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -73,17 +74,26 @@ class CoreBoard:
             raise Unavailable("it takes Linux")
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            info = os.fstat(self._fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-                os.close(self._fd)
-                raise Unavailable(f"{path} must be a file of this user with mode 0600")
-            os.posix_fallocate(self._fd, 0, BOARD_CORES * CORE_BYTES)
-            self._map = mmap.mmap(self._fd, BOARD_CORES * CORE_BYTES)
         except OSError as error:
             raise Unavailable(f"{path}: {error.strerror}") from None
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(os.close, self._fd)
+            self._map = self._mapping(path)
+            on_failure.pop_all()
         _mapped.append(self._map)
         self._names: set[int] = set()  # what this worker is called as a borrower
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def _mapping(self, path: Path) -> mmap.mmap:
+        try:
+            info = os.fstat(self._fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+                raise Unavailable(f"{path} must be a file of this user with mode 0600")
+            self._is_free(0, 1)  # some sandboxes and file systems have no such locks
+            os.posix_fallocate(self._fd, 0, BOARD_CORES * CORE_BYTES)
+            return mmap.mmap(self._fd, BOARD_CORES * CORE_BYTES)
+        except OSError as error:
+            raise Unavailable(f"{path}: {error.strerror}") from None
 
     def take_seat(self, core: int) -> Seat | None:
         """Become an owner of this core, busy at first; None if it has too many, or has no place here."""
@@ -92,8 +102,15 @@ class CoreBoard:
             if self._lock(seat, fcntl.F_WRLCK):
                 self.mark(seat, busy=True)
                 self._names.add(seat.name)
+                self._forget(seat.name)
                 return seat
         return None
+
+    def _forget(self, name: int) -> None:
+        """Wipe out where an earlier holder of the seat was the borrower: the name means somebody else now."""
+        for core in range(BOARD_CORES):
+            if self.borrower(core) == name:
+                BORROWER.pack_into(self._map, core * CORE_BYTES + SEATS, 0)
 
     def mark(self, seat: Seat, *, busy: bool) -> None:
         """Tell what the seat's holder is doing."""

@@ -63,7 +63,7 @@ class Cores:
             self._lent = lent
             lenders = [self._board.lender(core) for core in lent]
             got = set_helpers(self._library, lent, lenders, self._seat.name)
-            log.info("computes on core %d, and on %s while idle", self._seat.core, lent[:got] or "no other")
+            log.info("computes on core %d, and on %d of %s while idle", self._seat.core, got, lent)
 
     def helped(self) -> tuple[float, int]:
         """(seconds that helpers have worked, how many of them did) since the last call."""

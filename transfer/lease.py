@@ -23,12 +23,16 @@ SECRET_BYTES = 16
 
 
 def _lock(fd: int, kind: int) -> bool:
-    """Take a lock that belongs to the open file (not to the process); False if somebody else's is in the way."""
+    """Take a lock that belongs to the open file (not to the process); False if somebody else's is in the way.
+
+    Raises RingUnavailable where there are no such locks, as in some sandboxes."""
     whole_file = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):
         return False
+    except OSError as error:
+        raise RingUnavailable(f"no locks of open files here: {error.strerror}") from None
     return True
 
 
@@ -41,7 +45,11 @@ class Lease:
             self._fd = os.memfd_create("pdserve-lease", os.MFD_CLOEXEC)
         except OSError as error:
             raise RingUnavailable(f"no shared memory: {error.strerror}") from None
-        os.pwrite(self._fd, secret.ljust(SIZE_BYTES, b"\0"), 0)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(os.close, self._fd)
+            _lock(self._fd, fcntl.F_UNLCK)  # nothing is locked yet: are there such locks?
+            os.pwrite(self._fd, secret.ljust(SIZE_BYTES, b"\0"), 0)
+            on_failure.pop_all()
         self.offer = RingOffer(os.getpid(), self._fd, SIZE_BYTES, secret.hex())
 
     def take_back(self) -> bool:

@@ -52,7 +52,8 @@ typedef struct {
     atomic_bool away;        /* not on its own core: the caller fetched it */
     atomic_int core;
     _Atomic(Lender *) lender; /* null: the core is there for this helper */
-    Lender *held;             /* the helper's own: which lender it is the borrower of */
+    Lender *held;             /* the helper's own: which lender it is the borrower of, */
+    unsigned held_as;         /* and by which name */
     atomic_llong worked_ns;
     pthread_t thread;
     bool exists;
@@ -120,7 +121,7 @@ static bool available(const Helper *helper) {
 }
 
 static void leave_core(Helper *me) {
-    unsigned name = atomic_load(&state.name);
+    unsigned name = me->held_as;
     if (me->held) atomic_compare_exchange_strong(&me->held->borrower, &name, 0);
     me->held = NULL;
 }
@@ -132,7 +133,7 @@ static bool enter_core(Helper *me) {
     unsigned nobody = 0;
     const unsigned name = atomic_load(&state.name);
     if (!atomic_compare_exchange_strong(&lender->borrower, &nobody, name) && nobody != name) return false;
-    me->held = lender;
+    me->held = lender, me->held_as = name;
     return true;
 }
 
@@ -286,7 +287,7 @@ static bool start(Helper *helper, int core) {
 
 /* From now on `helpers` threads help, each on one of `cores`, borrowed under `name` (not 0) from the one of `lenders`
  * (addresses; 0: not borrowed) while that is idle. A lender must stay where it is as long as the process lives.
- * `got`: how many may help, fewer if the system allows no more. */
+ * `got`: how many may help, fewer if the system allows no more; a core that it does not allow costs its own helper only. */
 EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t *lenders, int64_t name, int64_t *got) {
     static bool prepared;
     pthread_mutex_lock(&state.changing);
@@ -294,9 +295,9 @@ EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t 
     if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
     int started = 0;
     atomic_store(&state.name, (unsigned)name);
-    for (; started < helpers && prepared; started++) {
-        atomic_store(&state.team[started].lender, (Lender *)(intptr_t)lenders[started]);
-        if (!start(state.team + started, (int)cores[started])) break;
+    for (int64_t i = 0; i < helpers && prepared; i++) {
+        atomic_store(&state.team[started].lender, (Lender *)(intptr_t)lenders[i]);
+        if (start(state.team + started, (int)cores[i])) started++;
     }
     atomic_store(&state.helpers, started);
     *got = started;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -145,6 +147,31 @@ def test_a_borrower_that_died_is_forgotten_and_a_living_one_is_not(path: Path, o
     assert board.borrower(1) == 0
 
 
+def test_who_takes_a_seat_is_no_borrower_by_what_its_last_holder_left(
+    path: Path, owner: Callable[[int], Owner]
+) -> None:
+    board, dying = CoreBoard(path), owner(0)
+    owner(1).tell("idle")
+    with path.open("r+b") as file:
+        file.seek(CORE_BYTES + SEATS)
+        file.write(BORROWER.pack(Seat(0, dying.number).name))
+    dying.kill()
+    assert owner(0).number == dying.number
+    board.owned(1)
+    assert board.borrower(1) == 0
+
+
+def test_where_there_are_no_locks_of_open_files_nothing_is_lent(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(fd: int, command: int, argument: object = 0) -> object:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(fcntl, "fcntl", without)
+    take_cores(WorkerConfig("w", (), EngineConfig("m", "m")), {0, 1}).close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_a_core_has_room_for_so_many_owners(path: Path) -> None:
     board = CoreBoard(path)
     assert [seat.number for _ in range(SEATS) if (seat := CoreBoard(path).take_seat(7))] == list(range(SEATS))
@@ -212,6 +239,22 @@ def test_a_neighbours_core_is_used_while_it_is_idle_and_only_then(path: Path, ow
     assert helped_by(some_work, WAIT_S)
     cores.close()
     assert not helped_by(some_work, 0.2)
+
+
+def test_helpers_leave_a_core_by_the_name_they_came_by(path: Path, owner: Callable[[int], Owner]) -> None:
+    own, other = two_cores()
+    owner(other).tell("idle")
+    board = CoreBoard(path)
+    cores = Cores(board, board.take_seat(own), [other])
+    cores.look(0.0)
+    assert helped_by(some_work, WAIT_S)
+    library = native()
+    assert library is not None
+    for name in range(1, 50):
+        set_helpers(library, [other], [board.lender(other)], name)
+        some_work()
+        set_helpers(library, [])  # maybe while one looks out
+        until(lambda: board.borrower(other) == 0, "the helper leaves the core")
 
 
 def test_a_core_has_one_borrower_at_a_time(path: Path, owner: Callable[[int], Owner]) -> None:
