@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 COPY_BYTES = 4 << 30
+REPEAT, WARM_UP = 10, 3  # calls that are measured, and before them
 
 
 def synchronize(device: torch.device) -> None:
@@ -16,7 +17,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(function: Callable[[], object], device: torch.device, *, repeat: int = 10, warm_up: int = 3) -> float:
+def seconds(
+    function: Callable[[], object], device: torch.device, *, repeat: int = REPEAT, warm_up: int = WARM_UP
+) -> float:
     """Median wall time of one call, with the device idle before it and done after it."""
     for _ in range(warm_up):
         function()

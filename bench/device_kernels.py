@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.attention import AttentionBatch, DecodeBatch, decode_attention, paged_attention
-from .device_clock import copy_bytes_per_s, seconds
+from .device_clock import REPEAT, WARM_UP, copy_bytes_per_s, seconds
 from .device_report import Check, Setting
 
 SCALE = 0.125
 CALLS = 20  # measured together, as the layers of a step follow each other
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of values about 1 in size
+DRY_DTYPES = (torch.float32, torch.float16)  # Triton's interpreter multiplies no matrices of bfloat16
 
 DECODE_SHARES = {(64, 4096): 0.90, (1, 131_072): 0.75}  # of the copy ceiling, by (sequences, context)
 DRY_DECODE_SHARES = {(3, 40): 0.90, (1, 100): 0.75}
@@ -134,27 +134,24 @@ def attend_exactly(step: Step) -> Tensor:  # [num_tokens, heads, v_head_dim] flo
 
 
 def run(setting: Setting) -> Iterator[Check]:
-    # Speed first: tiles are then chosen for the model that is measured, and checked with the others.
-    yield from _decode_speed(setting)
-    yield from _prefill_speed(setting)
-    yield _fixed_shapes(setting)
-    with _first_tiles(setting):
-        for name, model in (DRY_MODELS if setting.dry else MODELS).items():
-            for dtype, tolerance in TOLERANCES.items():
-                step = make_step(model, DRY_LENGTHS if setting.dry else LENGTHS, dtype, setting.device, poison=True)
-                named = f"{name}, {str(dtype).removeprefix('torch.')}: equals float64"
-                yield _compare(named, step.attend(), attend_exactly(step), tolerance)
-        if setting.device.type == "cuda":
+    with setting.triton():
+        # Speed first: tiles are then chosen for the model that is measured, and checked with the others.
+        yield from _decode_speed(setting)
+        yield from _prefill_speed(setting)
+        yield _fixed_shapes(setting)
+        from ..kernels.triton_tuning import without_measuring  # Triton is not installed everywhere
+
+        with without_measuring():  # tiles for every model here would take minutes of compilation
+            yield from _every_model(setting)
             yield from _quantised(setting)
 
 
-def _first_tiles(setting: Setting) -> AbstractContextManager[None]:
-    """To measure tiles for every model here would take minutes of compilation."""
-    if setting.device.type != "cuda":
-        return nullcontext()
-    from ..kernels.triton_tuning import without_measuring  # Triton is not installed everywhere
-
-    return without_measuring()
+def _every_model(setting: Setting) -> Iterator[Check]:
+    for name, model in (DRY_MODELS if setting.dry else MODELS).items():
+        for dtype in DRY_DTYPES if setting.dry else TOLERANCES:
+            step = make_step(model, DRY_LENGTHS if setting.dry else LENGTHS, dtype, setting.device, poison=True)
+            named = f"{name}, {str(dtype).removeprefix('torch.')}: equals float64"
+            yield _compare(named, step.attend(), attend_exactly(step), TOLERANCES[dtype])
 
 
 def _compare(name: str, result: Tensor, exact: Tensor, tolerance: float) -> Check:
@@ -166,21 +163,23 @@ def _quantised(setting: Setting) -> Iterator[Check]:
     """Caches in int8 and fp8, which only the GPU's kernels read so far."""
     from ..kernels.attention_triton import KVScales, attend_on_gpu
 
+    name, model = ("tiny", DRY_MODELS["tiny"]) if setting.dry else ("Llama 8B", LLAMA)
+    lengths, computed = (DRY_LENGTHS, torch.float32) if setting.dry else (LENGTHS, torch.bfloat16)
     for dtype, largest in ((torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
-        step = make_step(LLAMA, LENGTHS, torch.bfloat16, setting.device, poison=True)
+        step = make_step(model, lengths, computed, setting.device, poison=True)
         scales = [cache.float().abs().amax(dim=3) / largest for cache in (step.k_cache, step.v_cache)]
         stored = [
             (cache.float() / scale[..., None]).nan_to_num(largest).round().to(dtype)
             for cache, scale in zip((step.k_cache, step.v_cache), scales, strict=True)
         ]
         result = attend_on_gpu(
-            step.q, stored[0], stored[1], step.batch.plan(LLAMA.kv_heads),
+            step.q, stored[0], stored[1], step.batch.plan(model.kv_heads),
             scale=SCALE, window=None, softcap=None, sinks=None, scales=KVScales(scales[0], scales[1]),
         )  # fmt: skip
         k, v = (cache.float() * scale[..., None] for cache, scale in zip(stored, scales, strict=True))
         exact = attend_exactly(replace(step, k_cache=k, v_cache=v))
-        name = f"Llama 8B, cache in {str(dtype).removeprefix('torch.')}: equals float64"
-        yield _compare(name, result, exact, TOLERANCES[torch.bfloat16])
+        named = f"{name}, cache in {str(dtype).removeprefix('torch.')}: equals float64"
+        yield _compare(named, result, exact, TOLERANCES[computed])
 
 
 def _fixed_shapes(setting: Setting) -> Check:
@@ -241,7 +240,10 @@ def _prefill_speed(setting: Setting) -> Iterator[Check]:
 
 def _seconds_a_call(step: Step, setting: Setting) -> float:
     calls = 1 if setting.dry else CALLS
-    return seconds(lambda: [step.attend() for _ in range(calls)], setting.device) / calls
+    repeat, warm_up = (1, 0) if setting.dry else (REPEAT, WARM_UP)
+    return (
+        seconds(lambda: [step.attend() for _ in range(calls)], setting.device, repeat=repeat, warm_up=warm_up) / calls
+    )
 
 
 def _torch_seconds(step: Step, setting: Setting) -> float:

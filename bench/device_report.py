@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ..kernels.triton_choice import interpreting
+
 WHOLE = "whole section"  # the check that stands for one that broke off, or was not run
 NOT_RUN = "not run"  # how a note begins that says why
+WRONG = "WRONG"
 
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "transformers", "pyzmq")
 
@@ -21,6 +25,10 @@ class Setting:
 
     device: torch.device
     dry: bool
+
+    def triton(self) -> AbstractContextManager[None]:
+        """Within it Triton's kernels are taken: on a GPU they are anyway, in a dry run they are interpreted."""
+        return interpreting() if self.dry else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,17 @@ class Check:
 
 def outcome(check: Check) -> str:
     if not check.ok:
-        return "WRONG"
+        return WRONG
     if check.note.startswith(NOT_RUN):
         return NOT_RUN
     return {None: "ok", True: "met", False: "missed"}[check.met]
+
+
+def status(checks: Sequence[Check]) -> str:
+    """Of a section: "ok", "WRONG" (also if it says nothing at all), or why it was not run."""
+    if not checks or not all(check.ok for check in checks):
+        return WRONG
+    return next((check.note for check in checks if check.note.startswith(NOT_RUN)), "ok")
 
 
 def table(rows: Sequence[tuple[str, Check]]) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 
-from .device_report import NOT_RUN, WHOLE, Check, Setting, describe_device, outcome, table
+from .device_report import NOT_RUN, WHOLE, WRONG, Check, Setting, describe_device, outcome, status, table
 
+PACKAGE = __name__.partition(".")[0]  # ours: that must never lack a module
 RESULTS = Path(__file__).resolve().parent / "results"
 SECTIONS = {  # in this order
     "attention": "pdserve.bench.device_kernels",
     "rows": "pdserve.bench.device_rows",
+    "compile": "pdserve.bench.device_compile",
     "decode step": "pdserve.bench.device_step",
     "transfer": "pdserve.bench.device_transfer",
     "pair": "pdserve.bench.device_pair",
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.dry and not torch.cuda.is_available():
         print("no usable CUDA device here; --dry checks on the CPU that this script is whole", file=sys.stderr)
         return 2
-    setting = Setting(torch.device("cpu" if args.dry else args.device), args.dry)
+    setting = Setting(torch.device("cpu") if args.dry else _numbered(args.device), args.dry)
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)
     started = time.monotonic()
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         for check in _run(name, setting):
             rows.append((name, check))
             print(f"{time.monotonic() - started:6.1f} s  {name}: {check.name}: {outcome(check)}", flush=True)
+    sections = {name: status([check for of, check in rows if of == name]) for name in args.only or SECTIONS}
     result = {
         "dry": args.dry,
         "seconds": round(time.monotonic() - started, 1),
@@ -50,12 +53,13 @@ def main(argv: Sequence[str]) -> int:
         "wrong": sum(not check.ok for _, check in rows),
         "not_run": sum(check.note.startswith(NOT_RUN) for _, check in rows),
         "missed": sum(check.met is False for _, check in rows),
+        "sections": sections,
         "checks": [{"section": name, **asdict(check)} for name, check in rows],
     }
     print("\n" + table(rows) + "\n")
     print(json.dumps(result))
     _write(result, args)
-    return 1 if result["wrong"] else 0
+    return 1 if WRONG in sections.values() else 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,12 +72,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _numbered(name: str) -> torch.device:
+    """As cuda:0 if it has no number: torch takes no other for the current device."""
+    device = torch.device(name)
+    return torch.device(device.type, device.index or 0)
+
+
 def _run(name: str, setting: Setting) -> Iterator[Check]:
-    """A section's checks; if it breaks off, one more that says so."""
+    """A section's checks; if it breaks off, one more that says so. A dry run may lack packages, a device may not."""
     try:
         yield from importlib.import_module(SECTIONS[name]).run(setting)
     except ModuleNotFoundError as error:
-        yield Check(WHOLE, ok=True, note=f"{NOT_RUN}: {error}")
+        lacking = (error.name or str(error)).partition(".")[0]
+        yield Check(WHOLE, ok=setting.dry and lacking != PACKAGE, note=f"{NOT_RUN}: no {lacking}")
     except Exception as error:
         traceback.print_exc()
         yield Check(WHOLE, ok=False, note=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

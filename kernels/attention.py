@@ -10,6 +10,7 @@ from .attention_cpu import Workspace, attend_decode_on_cpu, attend_on_cpu
 from .attention_native import NativeStep, native_step
 from .attention_plan import GpuPlan, default_num_splits, plan_fixed, plan_step
 from .kv_int8 import Scales
+from .triton_choice import in_triton
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def paged_attention(
     Memory of a block beyond the sequence's last token may hold anything, NaN included. The result of a sequence
     does not depend on the others in the batch, nor on where its blocks lie.
     """
-    if q.device.type == "cuda":
+    if in_triton(q):
         from .attention_triton import attend_on_gpu  # not installed, and not wanted, where there is no GPU
 
         plan = batch.plan(k_cache.shape[2])
@@ -109,7 +110,7 @@ def decode_attention(
     sinks: Tensor | None,  # [heads]
 ) -> Tensor:  # [rows, heads, v_head_dim]
     """The contract of `paged_attention` for a batch whose every row is one token, read from tensors only."""
-    if q.device.type == "cuda":
+    if in_triton(q):
         from .attention_triton import attend_on_gpu
 
         plan = batch.plan(k_cache.shape[2])

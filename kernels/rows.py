@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder_layer import Norm
+from .triton_choice import in_triton
 
 GATE_BLOCK = 1024
 
@@ -15,7 +16,7 @@ def normed_rows(
     x: Tensor,  # [rows, size], contiguous along size
     norm: Norm,
 ) -> Tensor:  # [rows, size]
-    if not _in_triton(x):
+    if not in_triton(x):
         return F.rms_norm(x, (x.shape[1],), norm.weight, norm.eps)
     from . import rows_triton  # not installed, and not wanted, where there is no GPU
 
@@ -32,7 +33,7 @@ def gated_rows(
     joined: Tensor,  # [rows, 2 * size] contiguous: gates, then ups
 ) -> Tensor:  # [rows, size]: silu(gate) * up
     rows, size = len(joined), joined.shape[1] // 2
-    if not _in_triton(joined):
+    if not in_triton(joined):
         return F.silu(joined[:, :size]) * joined[:, size:]
     from . import rows_triton
 
@@ -52,7 +53,7 @@ def turn_heads(
 ) -> None:
     """Norms of the heads of q and k, then their rotary positions."""
     assert (q_norm is None) == (k_norm is None)
-    if not _in_triton(qkv):
+    if not in_triton(qkv):
         _turn(qkv[:, :q_heads], cos, sin, q_norm)
         _turn(qkv[:, q_heads : q_heads + k_heads], cos, sin, k_norm)
         return
@@ -77,10 +78,6 @@ def _turn(part: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> None:  #
     if norm is not None:
         part[..., rotary:] = x[..., rotary:]
     part[..., :rotary] = turned
-
-
-def _in_triton(x: Tensor) -> bool:
-    return x.device.type == "cuda"
 
 
 def _power_of_2(size: int) -> int:

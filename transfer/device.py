@@ -1,5 +1,5 @@
 """A device's memory, streams and events as far as a link between two processes needs them. `device_cuda.py` is the real
-one; the tests have one over host memory whose streams run late.
+one; tests and dry runs have one over host memory whose streams run late (`bench/device_fake.py`).
 
 Addresses, streams and events are plain numbers, as CUDA has them. Nothing here waits unless it says so.
 """

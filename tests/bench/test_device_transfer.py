@@ -11,13 +11,12 @@ import threading
 import pytest
 import torch
 
+from pdserve.bench.device_fake import DeviceCache, FakeDevice
 from pdserve.bench.device_report import Setting
 from pdserve.bench.device_transfer import Job, receive, run, send
 from pdserve.kernels import cache_ops
 from pdserve.transfer.layout import LayerShape
 from pdserve.transfer.offers import DeviceIdentity
-from tests.test_worker_device import DeviceCache
-from tests.transfer.fake_device import FakeDevice
 
 JOB = Job(tokens=40, rounds=3, ring_bytes=8192, shape=LayerShape(2, 8, 12))
 HERE = DeviceIdentity("aa", "0000:01:00.0", "", "boot", 11, 12, os.getpid())
@@ -45,15 +44,10 @@ def test_both_ends_move_every_slab_and_notice_a_wrong_byte(harm: bool) -> None:
         device.close()
 
 
-def test_a_dry_run_checks_the_operations_and_says_what_needs_a_device() -> None:
-    checks = list(run(Setting(torch.device("cpu"), dry=True)))
-    assert all(check.ok for check in checks)
-    assert any("to the byte" in check.name for check in checks)
-    assert "needs a device" in checks[-1].note
-
-
 def test_operations_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count(1)
     monkeypatch.setattr(cache_ops, "copy_block", lambda caches, *_: caches[0].view(-1)[0].fill_(next(numbers)))
-    checks = list(run(Setting(torch.device("cpu"), dry=True)))
-    assert not all(check.ok for check in checks)
+    checks = run(Setting(torch.device("cpu"), dry=True))
+    compared = list(itertools.takewhile(lambda check: "to the byte" in check.name, checks))
+    assert compared
+    assert not any(check.ok for check in compared)

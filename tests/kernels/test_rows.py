@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import rows
+from pdserve.kernels import rows, triton_choice
 from pdserve.kernels.decoder_layer import Norm
 from tests.kernels.interpreted import interpreting
 
@@ -19,20 +19,18 @@ def random(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
 
 
-def both(monkeypatch: pytest.MonkeyPatch, function: object, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def both(function: object, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """What Triton says, and what torch does in float64."""
-    monkeypatch.setattr(rows, "_in_triton", lambda x: False)
     expected = function(*(tensor.double() for tensor in tensors))
-    monkeypatch.setattr(rows, "_in_triton", lambda x: True)
-    return function(*tensors), expected
+    with triton_choice.interpreting():
+        return function(*tensors), expected
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 48), (5, 64), (2, 100)])
-def test_normed_rows(monkeypatch: pytest.MonkeyPatch, num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_normed_rows(num_rows: int, size: int, dtype: torch.dtype) -> None:
     wide = random(num_rows, size + 7, dtype=dtype)
     found, expected = both(
-        monkeypatch,
         lambda x, weight: rows.normed_rows(x[:, :size], Norm(weight, 1e-5)),
         wide,
         random(size, dtype=dtype),
@@ -42,8 +40,8 @@ def test_normed_rows(monkeypatch: pytest.MonkeyPatch, num_rows: int, size: int, 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 48), (2, rows.GATE_BLOCK + 3)])
-def test_gated_rows(monkeypatch: pytest.MonkeyPatch, num_rows: int, size: int, dtype: torch.dtype) -> None:
-    found, expected = both(monkeypatch, rows.gated_rows, 3 * random(num_rows, 2 * size, dtype=dtype))
+def test_gated_rows(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    found, expected = both(rows.gated_rows, 3 * random(num_rows, 2 * size, dtype=dtype))
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
@@ -58,7 +56,7 @@ def test_a_gate_far_below_zero_closes() -> None:
     ("heads", "kv_heads", "head_dim", "rotary"), [(4, 2, 8, 8), (3, 1, 12, 12), (2, 2, 20, 6), (6, 2, 64, 64)]
 )
 def test_turned_heads(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, rotary: int, normed: bool,
+    heads: int, kv_heads: int, head_dim: int, rotary: int, normed: bool,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     angles = random(3, rotary // 2)
@@ -72,7 +70,7 @@ def test_turned_heads(
         return qkv
 
     qkv = random(3, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    found, expected = both(monkeypatch, turn, qkv, cos, sin, weights)
+    found, expected = both(turn, qkv, cos, sin, weights)
     tolerance = 3 * TOLERANCES[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(found[:, heads + kv_heads :], qkv[:, heads + kv_heads :]), "v is left alone"

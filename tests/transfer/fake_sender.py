@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
+from pdserve.bench.device_fake import FakeDevice
 from pdserve.transfer.codec import decode
 from pdserve.transfer.link_cuda_ipc import DeviceRingWriter
 from pdserve.transfer.messages import Welcome
 from pdserve.transfer.offers import DeviceIdentity
-from tests.transfer.fake_device import FakeDevice
 
 SIZES = (1, 700, 64, 1300, 3, 2048)
 

@@ -1,5 +1,5 @@
 """Slabs through a ring in device memory arrive as they were sent, whatever the devices do when; and memory outlives
-whoever has it open. On a device whose streams run late, see fake_device.py."""
+whoever has it open. On a device whose streams run late, see bench/device_fake.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from pdserve.bench.device_fake import FakeDevice
 from pdserve.transfer import link_cuda_ipc
 from pdserve.transfer.codec import encode
 from pdserve.transfer.errors import RingUnavailable
 from pdserve.transfer.link_cuda_ipc import DeviceRing, DeviceRings, DeviceRingWriter
 from pdserve.transfer.messages import Welcome
 from pdserve.transfer.offers import DeviceIdentity, RingSpan
-from tests.transfer.fake_device import FakeDevice
 
 SIZE = 4096
 HERE = DeviceIdentity("aa", "0000:01:00.0", "", "boot", 11, 12, os.getpid())

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from pdserve.bench.device_fake import FakeDevice
 from pdserve.transfer.links import best_link, offered
 from pdserve.transfer.messages import Peer
 from pdserve.transfer.offers import DeviceIdentity
-from tests.transfer.fake_device import FakeDevice
 
 MINE = DeviceIdentity("aa", "0000:01:00.0", "", "boot", 11, 12, 1000)
 THEIRS = dataclasses.replace(MINE, pid=1001)

@@ -1,4 +1,4 @@
-"""A device for tests: host memory that other processes can open, and streams that run late.
+"""A device for tests and dry runs: host memory that other processes can open, and streams that run late.
 
 What is launched on a stream is done when the test lets it (`advance`), or behind its back by a thread that lags.
 Memory and events are shared between processes as CUDA shares them, so an order that is wrong shows in the bytes: what
@@ -15,11 +15,16 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pdserve.transfer.errors import RingUnavailable
-from pdserve.transfer.offers import DeviceIdentity
+from torch import Tensor
+
+from ..engine.kv_cache import KVCache
+from ..transfer.device import DeviceSpan
+from ..transfer.errors import RingUnavailable
+from ..transfer.layout import KVLayout
+from ..transfer.offers import DeviceIdentity
 
 HANDLE = struct.Struct("<qqqq")  # process, descriptor, size, number of an event
 EVENT = struct.Struct("<qq")  # how often it was recorded, and which of these times is over
@@ -237,3 +242,41 @@ class FakeDevice:
     def is_over(self, event: int) -> bool:
         recorded, over = self._counts(self._events[event])
         return over >= recorded
+
+
+class DeviceCache(KVCache):
+    """Blocks that belong to a device: copies are launched on its streams; the model, which computes at once, waits for
+    its compute stream as later kernels on it would."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: FakeDevice) -> None:
+        self.peer_memory = device
+        super().__init__(layout, num_blocks, block_size)
+
+    @property
+    def keys(self) -> list[Tensor]:
+        self.peer_memory.synchronize(self.peer_memory.compute_stream)
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: list[Tensor]) -> None:
+        self._keys = keys
+
+    def _late(self) -> KVCache:
+        """The same blocks, for what a stream does."""
+        plain = KVCache(self.layout, 1, self.block_size)
+        plain.keys, plain.values, plain.num_blocks = self._keys, self.values, self.num_blocks
+        return plain
+
+    def gather_to(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: DeviceSpan) -> None:
+        target, table = self.peer_memory.view(out.address, out.nbytes), list(blocks)
+        self.peer_memory.launch(
+            out.stream, lambda: self._late().gather(layer, table, first_token, num_tokens, target)
+        )  # fmt: skip
+
+    def scatter_from(
+        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: DeviceSpan
+    ) -> None:
+        source, table = self.peer_memory.view(payload.address, payload.nbytes), list(blocks)
+        self.peer_memory.launch(
+            payload.stream, lambda: self._late().scatter(layer, table, first_token, num_tokens, source)
+        )  # fmt: skip
