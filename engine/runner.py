@@ -32,6 +32,7 @@ class Chunk:
     sample: bool  # whether the logits after the last token are wanted
     targets: Sequence[int] = ()  # targets[i] is to be scored behind token i (`logprobs.py`), with its `top` best rivals
     top: int = 0
+    of_prompt: bool = False  # whether the first of them belongs to the prompt
 
 
 def _ignore_layer(layer: int) -> None:
@@ -188,4 +189,5 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
         context_lens=context_lens,
         block_tables=torch.from_numpy(tables).to(device),
         block_size=block_size,
+        of_prompts=[chunk.of_prompt for chunk in chunks],
     )

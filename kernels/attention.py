@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,12 +26,17 @@ class AttentionBatch:
     context_lens: list[int]  # tokens after this step, per sequence (this step's included)
     block_tables: Tensor  # [num_seqs, max_blocks] int64, padded with 0
     block_size: int
+    # Per sequence: is a prompt read? Then a single token goes the way of several (in C), so that what is cached of a
+    # prompt, or how it was cut, does not show. Rounding hardly would; what is quantised after it may.
+    of_prompts: Sequence[bool] = ()
     workspace: Workspace = field(default_factory=Workspace, init=False)  # what the layers of this step share
     plans: dict[int, GpuPlan] = field(default_factory=dict, init=False)  # the same, on a GPU, by number of KV heads
 
     def native_step(self) -> NativeStep:
         if self.workspace.native is None:
-            self.workspace.native = native_step(self.query_lens, self.context_lens, self.block_tables)
+            self.workspace.native = native_step(
+                self.query_lens, self.context_lens, self.block_tables, self.of_prompts
+            )
         return self.workspace.native
 
     def plan(self, kv_heads: int) -> GpuPlan:
@@ -95,6 +101,7 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         scales=scales,
+        of_prompts=batch.of_prompts,
     )
 
 

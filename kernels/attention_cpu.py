@@ -81,13 +81,14 @@ def attend_on_cpu(
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
     scales: Scales | None = None,  # of int8 caches
+    of_prompts: Sequence[bool] = (),
     in_c: bool = True,
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
     """The contract of `paged_attention`. `in_c`: where the kernels in C can run, let them."""
     library = library_for(q, k_cache, v_cache) if in_c else None
     if library is not None:
         if workspace.native is None:
-            workspace.native = native_step(query_lens, context_lens, block_tables)
+            workspace.native = native_step(query_lens, context_lens, block_tables, of_prompts)
         layer = paged_layer(
             library, q.shape[1], k_cache, v_cache, scales, scale=scale, window=window, softcap=softcap, sinks=sinks
         )

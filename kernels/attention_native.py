@@ -62,13 +62,15 @@ def native_step(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Tensor,  # [num_seqs, max_blocks] int64
+    of_prompts: Sequence[bool] = (),  # per sequence, see `AttentionBatch`; none given: none is
 ) -> NativeStep:
     singles: list[int] = []
     chunks: list[int] = []
     starts: list[int] = []
     start = 0
     for sequence, query_len in enumerate(query_lens):
-        (singles if query_len == 1 else chunks).append(sequence)
+        single = query_len == 1 and not (of_prompts and of_prompts[sequence])
+        (singles if single else chunks).append(sequence)
         starts.append(start)
         start += query_len
     lens = torch.tensor([starts, query_lens, context_lens], dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pdserve.engine.setup import Engine
 from pdserve.kernels.quantized import QUANTIZATIONS, Quantization
 from pdserve.transfer.messages import Peer, Peers
 from tests.engine.tiny_models import build, prompts
+from tests.test_worker_logprobs import dispatch as send
+from tests.test_worker_logprobs import entries, params
 from tests.test_worker_pair import dispatch, settle
 from tests.worker_rig import Rig, reserve_message
 
@@ -84,3 +87,23 @@ def test_a_pair_with_different_quantisation_is_refused_by_name(
     rig.send(prefill, Peers([Peer(decode, "here", register.bulk_address, register.peer_address, register.links)]))
     rig.until(lambda: any(link.state == "refused" for link in rig.links(prefill)), "the link is refused")
     assert f"quantization {first} != {second or 'none'}" in rig.links(prefill)[0].detail
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_a_first_token_is_the_same_to_the_bit_when_all_but_one_token_is_cached(
+    start: Callable[[Quantization | None], Rig], kind: Quantization
+) -> None:
+    rig = start(kind)
+    same = prompts([41] * 5)  # 40 are whole blocks on either side, and chunks are of 16
+    decode = rig.start_decode()
+    prefill, other = rig.pair()
+    for i, prompt in enumerate(same):
+        for name in (f"cold{i}", f"warm{i}"):
+            send(rig, name, prompt, decode, params=params())
+            rig.until(lambda name=name: bool(rig.finished(name)), "it has finished")
+        for name in (f"cold split{i}", f"warm split{i}"):
+            send(rig, name, prompt, other, prefill, params=params())
+            rig.until(lambda name=name: bool(rig.finished(name)), "it has finished")
+        first = entries(rig, f"cold{i}")[0]
+        assert [entries(rig, f"{name}{i}")[0] for name in ("warm", "cold split", "warm split")] == [first] * 3

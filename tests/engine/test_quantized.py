@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 from pdserve.engine import fused as fused_module
 from pdserve.engine import quantized as quantized_module
 from pdserve.engine.fused import FusedLayer, NativeLinear
+from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model import LoadedModel, describe, load_model
 from pdserve.engine.quantized import QuantizedLinear
+from pdserve.engine.runner import Chunk, Runner
 from pdserve.kernels import linear as linear_module
 from pdserve.kernels.quantized import QUANTIZATIONS, Quantization
 from pdserve.transfer.errors import ConfigError
 from tests.engine.test_fused import CHUNKS, count, run
-from tests.engine.tiny_models import FAMILIES, build
+from tests.engine.tiny_models import FAMILIES, build, prompts
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
@@ -74,6 +77,31 @@ def test_a_decoding_sequence_has_the_same_logits_to_the_bit_alone_and_beside_oth
     together = run(loaded, CHUNKS)
     for row in (0, 2):
         assert torch.equal(run(loaded, [CHUNKS[row]])[0], together[row])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("family", ["llama", "qwen2-window", "phi3"])
+def test_how_a_prompt_was_cut_or_cached_does_not_show_to_the_bit(
+    family: str, kind: Quantization, kv_dtype: str
+) -> None:
+    """What differs by rounding only may be quantised otherwise, and is no rounding any more."""
+    loaded = load(family, kind)
+    model = replace(loaded, layout=replace(loaded.layout, dtype=kv_dtype))
+    (prompt,) = prompts([33])
+
+    def logits(*lengths: int) -> Tensor:
+        runner, start = Runner(model, KVCache(model.layout, 12, 4)), 0
+        for length in lengths:
+            part = prompt[start : start + length]
+            found = runner.forward([Chunk(part, start, list(range(10)), True, of_prompt=True)])
+            start += length
+        return found
+
+    whole = logits(33)
+    for lengths in ((32, 1), (31, 2), (1, 1, 30, 1)):
+        assert torch.equal(logits(*lengths), whole), lengths
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
