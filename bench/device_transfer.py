@@ -62,7 +62,8 @@ class Job:
 JOBS = {"4k-token slabs": Job(4096, 300, 512 << 20), "32k-token slabs": Job(32_768, 40, 1 << 30)}
 DRY_TOKENS = 50
 DRY_JOBS = {"tiny slabs": Job(40, 3, 8192, shape=LayerShape(2, 8, 12))}
-STAND_IN_LAG_S = 0.0002  # for each thing that a stream of the stand-in for a device does
+# For each thing that a stream of the stand-in for a device does: whoever reads without waiting reads too early.
+SENDER_LAG_S, RECEIVER_LAG_S = 0.003, 0.0002
 
 
 def run(setting: Setting) -> Iterator[Check]:
@@ -233,11 +234,11 @@ def _expect(pipe: Connection) -> object:
 
 
 @contextmanager
-def _end(job: Job, device: torch.device, seed: int) -> Iterator[tuple[Device, KVCache, list[int]]]:
+def _end(job: Job, device: torch.device, seed: int, lag_s: float) -> Iterator[tuple[Device, KVCache, list[int]]]:
     """One end's device, blocks and table; without a GPU its device is the stand-in of the tests."""
     table = _table(job, seed)
     if device.type == "cpu":
-        stand_in = FakeDevice(DeviceIdentity("none", "none", "", "", 0, 0, os.getpid()), lag_s=STAND_IN_LAG_S)
+        stand_in = FakeDevice(DeviceIdentity("none", "none", "", "", 0, 0, os.getpid()), lag_s=lag_s)
         try:
             yield stand_in, DeviceCache(job.layout, len(table), BLOCK_SIZE, stand_in), table
         finally:
@@ -251,7 +252,7 @@ def _end(job: Job, device: torch.device, seed: int) -> Iterator[tuple[Device, KV
 
 
 def _other_process(pipe: Connection, device: torch.device, job: Job) -> None:
-    with _end(job, device, seed=2) as (opened, cache, table):
+    with _end(job, device, seed=2, lag_s=SENDER_LAG_S) as (opened, cache, table):
         send(pipe, opened, cache, table, job)
 
 
@@ -262,7 +263,7 @@ def _between_processes(setting: Setting, name: str, job: Job, ceiling: float) ->
     other.start()
     theirs.close()
     try:
-        with _end(job, setting.device, seed=3) as (opened, cache, table):
+        with _end(job, setting.device, seed=3, lag_s=RECEIVER_LAG_S) as (opened, cache, table):
             elapsed_s, right = receive(mine, opened, cache, table, job)
             other.join(LIMIT_S)
     finally:
