@@ -80,7 +80,7 @@ class Speeds:
 
     def _affordable_tokens(self, running: int) -> int:
         left_s = (self._limits.slo_s or ITL_BUDGET_S) - self.step_s(running)
-        return int(left_s / self._cost_s) if self._cost_s else 0
+        return int(min(left_s / self._cost_s, self._limits.most_tokens)) if self._cost_s else 0
 
     def _keeps_slo(self, running: int, chunk: int) -> bool:
         """What a prompt costs is learned by computing some of one: until then, there only has to be time left."""

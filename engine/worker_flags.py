@@ -66,11 +66,11 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError for a flag that is not above zero."""
+    """Raise ConfigError for a flag that is not above zero, or has no end."""
     for name in names:
         value = vars(args)[name]
-        if not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} is not above zero")
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is not a positive number")
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:

@@ -130,3 +130,9 @@ def test_the_last_few_tokens_of_a_prompt_do_not_count() -> None:
         speeds.measured(4, 1, 0.2)
         speeds.measured(0, 1, 0.2)
     assert speeds.report(4, 0.0) == before
+
+
+def test_an_slo_without_bounds_takes_the_most_and_no_more() -> None:
+    speeds = seen(slo_s=1e308)
+    assert speeds.chunk_tokens(4) == MOST
+    assert speeds.report(4, 1.0).keeps_slo
