@@ -1,8 +1,9 @@
 """Idle cores, lent from one worker of a machine to another.
 
 A worker computes on one thread, on a core of its own. While it has nothing to do, a neighbour whose step is running may
-use that core for a helper thread (`kernels/native/threads.c`), and gives it back within an item, about 100 µs, when the
-owner has work again. A step's results are the same to the bit, however many threads it ran on.
+use that core for a helper thread (`kernels/native/threads.c`), and gives it back when the owner has work again, after
+the item in hand: about 100 µs, or some milliseconds of attention over a long context. A step's results are the same to
+the bit, however many threads it ran on.
 
 A worker marks itself busy (`core_board.py`) as soon as anything arrives, and idle when it is about to wait with nothing
 to compute. Helpers look at that mark before every item. Once a second a worker looks who else is there.
