@@ -31,6 +31,7 @@ EVENT = struct.Struct("<qq")  # how often it was recorded, and which of these ti
 MAX_EVENTS = 8192
 OPENERS = struct.Struct("<8q")  # behind the memory: the processes that have it open
 WAIT_S = 20.0
+POLL_S = 0.001
 
 
 class Shared:
@@ -61,7 +62,8 @@ def is_alive(pid: int) -> bool:
 
 
 class FakeDevice:
-    """Implements `Device`. With `lag_s` a thread does one thing of each stream in so much time."""
+    """Implements `Device`. With `lag_s` a thread does one thing of each stream in so much time, and whoever waits for a
+    stream has all of it done now: work is late as long as nobody waits for it."""
 
     def __init__(self, identity: DeviceIdentity, reachable: set[str] | None = None, lag_s: float = 0.0) -> None:
         self.identity = identity
@@ -144,8 +146,8 @@ class FakeDevice:
             assert time.monotonic() < deadline, "a stream does not come to its end"
             if not self._lag_s:
                 self.advance_all()
-            else:
-                self._closed.wait(self._lag_s)
+            elif not self.advance(stream, 1 << 30):
+                self._closed.wait(POLL_S)  # it waits for another stream
 
     # --- memory ----------------------------------------------------------------------------------------------
 
@@ -245,8 +247,9 @@ class FakeDevice:
 
 
 class DeviceCache(KVCache):
-    """Blocks that belong to a device: copies are launched on its streams; the model, which computes at once, waits for
-    its compute stream as later kernels on it would."""
+    """Blocks that belong to a device: copies of slabs are launched on its streams. Whatever looks the tensors up (the
+    copy of a block, a swap) waits for the compute stream, as kernels launched on it would; a model's layers look them
+    up only once, and have to be made to wait."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: FakeDevice) -> None:
         self.peer_memory = device

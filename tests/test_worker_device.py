@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import pdserve.decode.intake
 from pdserve.bench.device_fake import DeviceCache, FakeDevice
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.model import LoadedModel
 from pdserve.engine.setup import Engine
 from pdserve.transfer import link_cuda_ipc
 from pdserve.transfer.messages import Peer, Peers
@@ -23,10 +25,19 @@ from tests.test_worker_pair import dispatch, settle
 from tests.worker_rig import Rig
 
 PROMPTS = prompts([50, 3, 33, 61, 40, 17])
-LAG_S = 0.001
-# Bytes arrive and are stored as they were sent, yet on a loaded machine a later token is sometimes another one.
-UNSTABLE = pytest.mark.xfail(reason="on a loaded machine the text sometimes differs; cause not found yet", strict=False)
+# For each copy and event that nobody waits for. Decode's device, the first, is the later one: when a prompt has been
+# handed over, most of it is still to be copied into its blocks.
+LAGS_S = (0.02, 0.005)
 HERE = DeviceIdentity("aa", "0000:01:00.0", "", "boot", 11, 12, os.getpid())
+
+
+def compute_in_order(model: LoadedModel, device: FakeDevice) -> None:
+    """The model computes on the host at once. Let every layer wait for the compute stream, as its kernels would, which
+    are launched there. Layers look the cache's tensors up only once: they keep their addresses."""
+    layers = model.module.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: device.synchronize(device.compute_stream))
 
 
 class DeviceRig(Rig):
@@ -41,11 +52,16 @@ class DeviceRig(Rig):
 
     def device_engine(self, num_blocks: int, block_size: int) -> Engine:
         change = self.changes.pop(0) if self.changes else {}
-        device = FakeDevice(dataclasses.replace(HERE, **{"pid": next(self._pids), **change}), lag_s=LAG_S)
+        lag_s = LAGS_S[bool(self.devices)]
+        device = FakeDevice(dataclasses.replace(HERE, **{"pid": next(self._pids), **change}), lag_s=lag_s)
         self.devices.append(device)
         model = load(build("llama"))
+        compute_in_order(model, device)
         cache = DeviceCache(model.layout, num_blocks, block_size, device)
         return Engine(model, cache, BlockPool(num_blocks, block_size), device=device)
+
+    def start_decode(self, num_blocks: int = 96, **change: object) -> str:  # room for all prompts at once
+        return super().start_decode(num_blocks, **change)
 
     def close(self) -> None:
         super().close()
@@ -82,7 +98,6 @@ def run_all(rig: Rig, prefill: str, decode: str, golden: list[list[int]]) -> dic
     return shares
 
 
-@UNSTABLE
 def test_tokens_through_device_memory_equal_the_reference(rig: DeviceRig, golden: list[list[int]]) -> None:
     prefill, decode = rig.pair()
     assert [link.link for link in rig.links(prefill)] == ["cuda_ipc"]
@@ -91,7 +106,6 @@ def test_tokens_through_device_memory_equal_the_reference(rig: DeviceRig, golden
     assert rig.metric(prefill, "pdserve_links", link="cuda_ipc") == 1
 
 
-@UNSTABLE
 def test_blocks_are_computed_anew_only_after_they_were_copied_out(rig: DeviceRig, golden: list[list[int]]) -> None:
     decode = rig.start_decode()
     prefill = rig.start_prefill(num_blocks=9)  # room for hardly more than one prompt
@@ -99,14 +113,12 @@ def test_blocks_are_computed_anew_only_after_they_were_copied_out(rig: DeviceRig
     assert run_all(rig, prefill, decode, golden)["zmq"] == 0
 
 
-@UNSTABLE
 def test_slabs_that_find_no_room_in_device_memory_follow_their_headers(rig: DeviceRig, golden: list[list[int]]) -> None:
     prefill, decode = rig.pair(decode_ring_bytes=8192)
     shares = run_all(rig, prefill, decode, golden)
     assert min(shares["cuda_ipc"], shares["zmq"]) > 0
 
 
-@UNSTABLE
 def test_the_memory_of_a_sender_that_has_left_is_freed(rig: DeviceRig, golden: list[list[int]]) -> None:
     prefill, decode = rig.pair()
     run_all(rig, prefill, decode, golden)
@@ -115,6 +127,18 @@ def test_the_memory_of_a_sender_that_has_left_is_freed(rig: DeviceRig, golden: l
     worker.stop()
     thread.join(10)
     rig.until(lambda: rig.devices[0].live_allocations == 0, "the ring is freed")
+
+
+def test_choices_and_requests_that_share_a_prompt_begin_with_all_of_it(rig: DeviceRig, golden: list[list[int]]) -> None:
+    prefill, decode = rig.pair()
+    dispatch(rig, "choices", PROMPTS[0], prefill, decode, n=2)  # the last block is copied for the second
+    rig.until(lambda: bool(rig.tokens("choices")), "the prompt has arrived")
+    assert dispatch(rig, "again", PROMPTS[0], prefill, decode).held_tokens > 0  # the others are in decode's cache
+    rig.until(lambda: rig.finished("choices") == {0, 1}, "both choices have finished")
+    rig.until(lambda: rig.finished("again") == {0}, "the other request has finished")
+    assert rig.tokens("choices") == {0: golden[0], 1: golden[0]}
+    assert rig.tokens("again")[0] == golden[0]
+    settle(rig, prefill, decode)
 
 
 def test_what_the_driver_refuses_is_said_and_sockets_are_used(rig: DeviceRig, golden: list[list[int]]) -> None:

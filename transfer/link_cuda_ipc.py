@@ -8,7 +8,8 @@ Four orders keep it whole:
 1. The sender's side stream waits for what computed the KV, copies it, and records the span's event; only then does the
    header leave. The compute stream goes on with the next layer meanwhile.
 2. The receiver holds a header back until its event is over, so that neither its loop nor its compute stream ever waits
-   for the sender's computing. Then it copies on its own compute stream: whoever gets those blocks next comes behind.
+   for the sender's computing. Then it copies on its own compute stream: steps that read those blocks, and whoever gets
+   them next, come behind.
 3. Credit is given when that copy is over, and only then does the sender write there again.
 4. The memory is freed only when the sender has let go of its lease, or was killed (`lease.py`).
 
