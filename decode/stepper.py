@@ -131,5 +131,5 @@ def _chunk(work: Work) -> Chunk:
     targets = prompt_targets(params, sequence.prompt, work.start, work.count) if sequence.scoring else ()
     return Chunk(
         sequence.tokens[work.start : work.start + work.count], work.start, sequence.table.blocks, work.samples,
-        targets, params.prompt_logprobs or 0, work.start < len(sequence.prompt),
+        targets, params.prompt_logprobs or 0, min(max(len(sequence.prompt) - work.start, 0), work.count),
     )  # fmt: skip

@@ -32,7 +32,7 @@ class Chunk:
     sample: bool  # whether the logits after the last token are wanted
     targets: Sequence[int] = ()  # targets[i] is to be scored behind token i (`logprobs.py`), with its `top` best rivals
     top: int = 0
-    of_prompt: bool = False  # whether the first of them belongs to the prompt
+    of_prompt: int | None = None  # how many of them are the prompt's, see `AttentionBatch`
 
 
 def _ignore_layer(layer: int) -> None:

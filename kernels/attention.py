@@ -26,9 +26,10 @@ class AttentionBatch:
     context_lens: list[int]  # tokens after this step, per sequence (this step's included)
     block_tables: Tensor  # [num_seqs, max_blocks] int64, padded with 0
     block_size: int
-    # Per sequence: is a prompt read? Then a single token goes the way of several (in C), so that what is cached of a
-    # prompt, or how it was cut, does not show. Rounding hardly would; what is quantised after it may.
-    of_prompts: Sequence[bool] = ()
+    # Per sequence: how many tokens of this step are its prompt's; None: all, unless it is one. Even one of them alone
+    # goes the way of several (in C), and each of the others that of one: so it does not show what of a prompt is
+    # cached, how it was cut, or whether output is recomputed. Rounding hardly would; what is quantised after it may.
+    of_prompts: Sequence[int | None] = ()
     workspace: Workspace = field(default_factory=Workspace, init=False)  # what the layers of this step share
     plans: dict[int, GpuPlan] = field(default_factory=dict, init=False)  # the same, on a GPU, by number of KV heads
 

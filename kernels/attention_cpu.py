@@ -81,7 +81,7 @@ def attend_on_cpu(
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
     scales: Scales | None = None,  # of int8 caches
-    of_prompts: Sequence[bool] = (),
+    of_prompts: Sequence[int | None] = (),
     in_c: bool = True,
 ) -> Tensor:  # [num_tokens, heads, v_head_dim]
     """The contract of `paged_attention`. `in_c`: where the kernels in C can run, let them."""

@@ -37,6 +37,9 @@ class _CSequences(ctypes.Structure):
     )
 
 
+Part = tuple[int, int, int, int]  # start, query_len, context_len, sequence
+
+
 class _CStep(ctypes.Structure):
     _fields_ = (("singles", _CSequences), ("chunks", _CSequences))
 
@@ -62,28 +65,31 @@ def native_step(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Tensor,  # [num_seqs, max_blocks] int64
-    of_prompts: Sequence[bool] = (),  # per sequence, see `AttentionBatch`; none given: none is
+    of_prompts: Sequence[int | None] = (),  # per sequence, see `AttentionBatch`
 ) -> NativeStep:
-    singles: list[int] = []
-    chunks: list[int] = []
-    starts: list[int] = []
+    singles: list[Part] = []
+    chunks: list[Part] = []
     start = 0
-    for sequence, query_len in enumerate(query_lens):
-        single = query_len == 1 and not (of_prompts and of_prompts[sequence])
-        (singles if single else chunks).append(sequence)
-        starts.append(start)
+    for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        read = of_prompts[sequence] if of_prompts else None
+        if read is None:
+            read = 0 if query_len == 1 else query_len
+        if read:
+            chunks.append((start, read, context_len - query_len + read, sequence))
+        for i in range(read, query_len):
+            singles.append((start + i, 1, context_len - query_len + i + 1, sequence))
         start += query_len
-    lens = torch.tensor([starts, query_lens, context_lens], dtype=torch.int64)
     kept: list[object] = []
 
-    def pick(chosen: list[int]) -> _CSequences:
-        if not chosen:
+    def pick(parts: list[Part]) -> _CSequences:
+        if not parts:
             return _CSequences()
-        whole = len(chosen) == len(starts)
-        mine, tables = (lens, block_tables) if whole else (lens[:, chosen], block_tables[chosen])
-        mine, tables = mine.contiguous(), tables.contiguous()
-        kept.extend((mine, tables))
-        return _CSequences(len(chosen), tables.shape[1], *(row.data_ptr() for row in mine), tables.data_ptr())
+        *lens, chosen = torch.tensor(parts, dtype=torch.int64).T.contiguous()
+        same = [part[3] for part in parts] == list(range(len(query_lens)))
+        tables = block_tables if same else block_tables[chosen]
+        tables = tables.contiguous()
+        kept.extend((lens, tables))
+        return _CSequences(len(parts), tables.shape[1], *(row.data_ptr() for row in lens), tables.data_ptr())
 
     step = _CStep(pick(singles), pick(chunks))
     return NativeStep(ctypes.addressof(step), (step, *kept))

@@ -414,5 +414,5 @@ def _chunk(work: Work) -> Chunk:
     targets = prompt_targets(params, prompt.message.prompt, work.start, work.count)
     return Chunk(
         prompt.tokens[work.start : work.end], work.start, prompt.table.blocks, work.samples,
-        targets, params.prompt_logprobs or 0, work.start < len(prompt.message.prompt),
+        targets, params.prompt_logprobs or 0, min(max(len(prompt.message.prompt) - work.start, 0), work.count),
     )  # fmt: skip

@@ -95,13 +95,30 @@ def test_how_a_prompt_was_cut_or_cached_does_not_show_to_the_bit(
         runner, start = Runner(model, KVCache(model.layout, 12, 4)), 0
         for length in lengths:
             part = prompt[start : start + length]
-            found = runner.forward([Chunk(part, start, list(range(10)), True, of_prompt=True)])
+            found = runner.forward([Chunk(part, start, list(range(10)), True, of_prompt=length)])
             start += length
         return found
 
     whole = logits(33)
     for lengths in ((32, 1), (31, 2), (1, 1, 30, 1)):
         assert torch.equal(logits(*lengths), whole), lengths
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_recomputed_output_has_the_kv_that_it_had_to_the_bit(family: str, kind: Quantization, kv_dtype: str) -> None:
+    loaded = load(family, kind)
+    model = replace(loaded, layout=replace(loaded.layout, dtype=kv_dtype))
+    (tokens,) = prompts([33])  # 20 of them a prompt
+    once = Runner(model, KVCache(model.layout, 12, 4))
+    once.forward([Chunk(tokens[:20], 0, list(range(10)), True, of_prompt=20)])
+    for i in range(20, 33):
+        expected = once.forward([Chunk([tokens[i]], i, list(range(10)), True, of_prompt=0)])
+    again = Runner(model, KVCache(model.layout, 12, 4))
+    again.forward([Chunk(tokens[:16], 0, list(range(10)), False, of_prompt=16)])
+    assert torch.equal(again.forward([Chunk(tokens[16:], 16, list(range(10)), True, of_prompt=4)]), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
