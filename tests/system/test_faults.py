@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -187,22 +188,44 @@ def test_worker_frozen_for_less_than_the_death_bound_keeps_its_requests(field: F
     assert {worker["name"]: worker["id"] for worker in field.fleet.workers()} == old
 
 
+@contextmanager
+def readers(field: Field, number: int) -> Iterator[None]:
+    """So many streams flow, beside which decode computes nobody's prompt."""
+    leaves = [Leave() for _ in range(number)]
+    body = {"model": "tiny", "prompt": random_prompt(2, 20), "max_tokens": 3000, "ignore_eos": True}
+    with ThreadPoolExecutor(number) as pool:
+        for leave in leaves:
+            pool.submit(ask, field.fleet.port, Case("reader", body), stream=True, leave=leave)
+        eventually(lambda: min(decode_inflight(field)) > 0, 10, "both decode workers have readers")
+        try:
+            yield
+        finally:
+            for leave in leaves:
+                leave.go()
+
+
+def decode_inflight(field: Field) -> list[int]:
+    return [count for name, count in field.fleet.inflight().items() if name.startswith("decode")]
+
+
 def test_prompt_that_is_cancelled_stops_at_the_next_layer(field: Field) -> None:
     """A 3,000-token prompt is one chunk here: its layers' slabs tell how far it got."""
     body = {"model": "tiny", "prompt": random_prompt(1, LONG_PROMPT_TOKENS), "max_tokens": 4}
-    computed = field.fleet.metric("pdserve_computed_tokens_total", role="prefill")
     leave = Leave()
     case = Case("long", body)
-    with field.attack.watching("decode-0", ("Slab",)) as one, field.attack.watching("decode-1", ("Slab",)) as other:
-        with ThreadPoolExecutor(1) as pool:
-            leaving = pool.submit(ask, field.fleet.port, case, stream=True, leave=leave)
-            eventually(lambda: not (one.empty() and other.empty()), 10, "the first layer is on its way")
-            leave.go()
-            answer = leaving.result(timeout=30)
-        assert answer.left
-        assert_nothing_remains(field.fleet)
-        assert one.qsize() + other.qsize() < NUM_LAYERS
-    assert field.fleet.metric("pdserve_computed_tokens_total", role="prefill") == computed
+    with readers(field, 2):
+        computed = field.fleet.metric("pdserve_computed_tokens_total", role="prefill")
+        with field.attack.watching("decode-0", ("Slab",)) as one, field.attack.watching("decode-1", ("Slab",)) as other:
+            with ThreadPoolExecutor(1) as pool:
+                leaving = pool.submit(ask, field.fleet.port, case, stream=True, leave=leave)
+                eventually(lambda: not (one.empty() and other.empty()), 10, "the first layer is on its way")
+                leave.go()
+                answer = leaving.result(timeout=30)
+            assert answer.left
+            eventually(lambda: field.fleet.metric("pdserve_requests_inflight") == 2, 10, "the request is let go of")
+        assert field.fleet.metric("pdserve_computed_tokens_total", role="prefill") == computed
+    assert_nothing_remains(field.fleet)
+    assert one.qsize() + other.qsize() < NUM_LAYERS
 
 
 def test_many_long_prompts_that_are_all_cancelled_leave_the_system_as_it_was(field: Field) -> None:

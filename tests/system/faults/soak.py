@@ -245,7 +245,7 @@ class Soak:
         }
 
 
-def shape_of(model: Model, prefill: int, decode: int) -> Shape:
+def shape_of(model: Model, prefill: int, decode: int, local_prefill: str) -> Shape:
     """Pools so small that preemption happens, and host memory for it so small that it is often full."""
     sizes = (192, "32M") if model.name == "demo" else (224, "2M")
     return Shape(
@@ -255,7 +255,7 @@ def shape_of(model: Model, prefill: int, decode: int) -> Shape:
         decode=decode,
         prefill_flags=("--kv-blocks", 320, "--chunk-tokens", 64),
         decode_flags=("--kv-blocks", sizes[0], "--swap-memory", sizes[1], "--transfer-deadline-s", 3),
-        gateway_flags=("--queue-timeout-s", 15),
+        gateway_flags=("--queue-timeout-s", 15, "--local-prefill", local_prefill),
     )
 
 
@@ -267,6 +267,7 @@ def main() -> int:
     parser.add_argument("--demo", action="store_true", help="the demo model instead of random weights")
     parser.add_argument("--prefill", type=int, default=3)
     parser.add_argument("--decode", type=int, default=3)
+    parser.add_argument("--local-prefill", choices=("auto", "never"), default="auto", help="as the gateway's flag")
     parser.add_argument("--only", default="", help="kinds of faults that contain this, such as 'link corrupt'")
     parser.add_argument("--keep-logs", type=Path, help="copy the processes' logs to this directory")
     args = parser.parse_args()
@@ -276,7 +277,7 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="pds-soak-") as directory:
         model = demo() if args.demo else tiny(Path(directory))
-        with Fleet(shape_of(model, args.prefill, args.decode)) as fleet:
+        with Fleet(shape_of(model, args.prefill, args.decode, args.local_prefill)) as fleet:
             soak = Soak(fleet, model, args.seed, kinds)
             try:
                 soak.run(args.minutes, args.faults)
