@@ -169,9 +169,8 @@ class DecodeWorker:
             poller.register(socket, zmq.POLLIN)
         if self._grammars.descriptor is not None:
             poller.register(self._grammars.descriptor, zmq.POLLIN)
-        self._cores.idle()
-        if poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS):
-            self._cores.busy()
+        self._cores.idle()  # and so it stays while slabs come in: they take a moment each, a step is what takes long
+        poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS)
 
     def _between_layers(self) -> None:
         """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
