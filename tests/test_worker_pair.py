@@ -1,5 +1,6 @@
 """A prefill and a decode worker, driven from the gateway's end: exact tokens, exact bytes, nothing left behind."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tests.worker_rig import Rig, prefill_message, reserve_message
 
 PROMPTS = prompts([50, 3, 33])
 LONG = prompts([200])[0]
+MOST_ROUNDS = 20
+_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -155,16 +158,15 @@ def test_preemption_does_not_change_a_token(
     settle(rig, decode)
 
 
-def test_attempts_that_must_make_room_come_back_through_prefill_with_the_same_tokens(
-    rig: Rig, golden: list[list[int]]
-) -> None:
-    prefill, decode = rig.pair(num_blocks=25)  # and no memory to swap to
-    ends = {f"r{i}": (i, 1) for i in range(3)}
-    for i, prompt in enumerate(PROMPTS):
-        dispatch(rig, f"r{i}", prompt, prefill, decode)
+def num_attempts(rig: Rig, prefill: str, decode: str, golden: list[list[int]]) -> int:
+    """All prompts at once, tried again as the gateway does; how many attempts that took."""
+    rig.received.clear()
+    ends = {f"r{next(_numbers)}": (i, 1) for i in range(3)}
+    for name, (i, _) in ends.items():
+        dispatch(rig, name, PROMPTS[i], prefill, decode)
     while not all(rig.finished(name, attempt) for name, (_, attempt) in ends.items()):
         rig.pump()
-        for failed in [m for _, m in rig.received if isinstance(m, Failed)]:  # as the gateway does
+        for failed in [m for _, m in rig.received if isinstance(m, Failed)]:
             i, attempt = ends[failed.request]
             if attempt == failed.attempt:
                 assert failed.reason in ("preempted", "revoked")
@@ -172,9 +174,20 @@ def test_attempts_that_must_make_room_come_back_through_prefill_with_the_same_to
                 rig.live.discard((failed.request, attempt))
                 got = [token for n in range(1, attempt + 1) for token in rig.tokens(failed.request, n).get(0, [])]
                 dispatch(rig, failed.request, PROMPTS[i], prefill, decode, attempt=attempt + 1, outputs=[got])
-    assert any(attempt > 1 for _, attempt in ends.values())
     for name, (i, attempt) in ends.items():
         assert [t for n in range(1, attempt + 1) for t in rig.tokens(name, n).get(0, [])] == golden[i]
+    return sum(attempt for _, attempt in ends.values())
+
+
+def test_attempts_that_must_make_room_come_back_through_prefill_with_the_same_tokens(
+    rig: Rig, golden: list[list[int]]
+) -> None:
+    prefill, decode = rig.pair(num_blocks=25)  # and no memory to swap to
+    for _ in range(MOST_ROUNDS):  # it depends on who comes when, whether they ever need more room than there is
+        if num_attempts(rig, prefill, decode, golden) > len(PROMPTS):
+            break
+    else:
+        raise AssertionError("nobody had to make room")
     settle(rig, prefill, decode)
 
 
