@@ -5,8 +5,9 @@ use that core for a helper thread (`kernels/native/threads.c`), and gives it bac
 the item in hand: about 100 µs, or some milliseconds of attention over a long context. A step's results are the same to
 the bit, however many threads it ran on.
 
-A worker marks itself busy (`core_board.py`) as soon as anything arrives, and idle when it is about to wait with nothing
-to compute. Helpers look at that mark before every item. Once a second a worker looks who else is there.
+A worker marks itself busy (`core_board.py`) when a step begins, a prefill worker as soon as anything arrives, and idle
+when it is about to wait with nothing to compute. Helpers look at that mark before every item. Once a second a worker
+looks who else is there.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,12 @@ from aiohttp import web
 
 from pdserve.bench.errors import BenchError
 from pdserve.bench.goodput import parse, workload_of
+from tests.bench import command
+from tests.bench.command import start
 from tests.system.tiny_model import write_tiny_llama
 
 PROCESS_TIMEOUT_S = 90
-
-
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdserve.bench", *arguments, stdout=pipe, stderr=pipe
-    )
-
-
-async def bench(*arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of stdout, stderr."""
-    process = await start(*arguments)
-    out, err = await asyncio.wait_for(process.communicate(), PROCESS_TIMEOUT_S)
-    assert process.returncode is not None
-    return process.returncode, out.decode().splitlines(), err.decode()
+bench = partial(command.bench, timeout_s=PROCESS_TIMEOUT_S)
 
 
 def one_at_a_time(script: Any, seconds: float) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,9 @@ import pytest
 
 from pdserve.bench.errors import BenchError
 from pdserve.bench.options import parse_options
+from tests.bench.command import bench, start
 
 PROCESS_TIMEOUT_S = 60
-
-
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdserve.bench", *arguments, stdout=pipe, stderr=pipe
-    )
-
-
-async def bench(*arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of stdout, stderr."""
-    process = await start(*arguments)
-    out, err = await asyncio.wait_for(process.communicate(), PROCESS_TIMEOUT_S)
-    assert process.returncode is not None
-    return process.returncode, out.decode().splitlines(), err.decode()
 
 
 async def test_the_last_line_is_json_and_agrees_with_the_requests_written(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.bench.steady import Window, compare, main, parse_options
-from tests.bench.test_serve import bench
+from tests.bench.command import bench
 
 
 async def test_every_window_is_reported(server: Any, script: Any) -> None:
