@@ -223,7 +223,7 @@ def receive(pipe: Connection, device: Device, cache: KVCache, table: list[int], 
 
 
 def _holds(cache: KVCache, table: list[int], layer: int, job: Job) -> bool:
-    found = cache.gather(layer, table, 0, job.tokens)
+    found, _ = cache.gather(layer, table, 0, job.tokens)
     return torch.equal(torch.frombuffer(found, dtype=torch.uint8), pattern(job, layer, cache.device).cpu())
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels import cache_ops, cache_ops_cuda
 from ..kernels.kv_int8 import Scales
+from ..kernels.slabs import LONG_BYTES, IntArray, LayerPlanes, checksum, layer_planes, zeros
 from ..transfer.device import DeviceSpan
 from ..transfer.errors import ConfigError
 from ..transfer.layout import KVLayout
@@ -27,10 +28,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the host in pages that take no memory before they are written (torch would write them all now)."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
+    return zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
 
 
 class KVCache:
@@ -61,17 +59,33 @@ class KVCache:
                 plane = (num_blocks + 1, block_size, shape.kv_heads)
                 k_scales, v_scales = (_zeros(plane, torch.float32, self.device) for _ in range(2))
                 self.scales[layer] = k_scales, v_scales
+        self._table: tuple[list[int], IntArray] = [], np.empty(0, np.int64)  # the last that slabs went in or out by
+
+    @cached_property
+    def _planes(self) -> list[LayerPlanes | None]:
+        """Per layer; None where C has nothing to offer."""
+        return [
+            layer_planes((keys, values, *(scales or ())))
+            for keys, values, scales in zip(self.keys, self.values, self.scales, strict=True)
+        ]
+
+    def _blocks_of(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> IntArray:
+        """Those blocks of a sequence that hold its tokens first_token .. first_token + num_tokens - 1."""
+        first_block = first_token // self.block_size
+        last_block = (first_token + num_tokens + self.block_size - 1) // self.block_size
+        assert num_tokens > 0, "an empty token range"
+        assert last_block <= len(blocks), f"{len(blocks)} blocks do not cover token {first_token + num_tokens - 1}"
+        wanted = list(blocks[first_block:last_block])
+        if wanted != self._table[0]:  # as a rule it is as it was for the layer before
+            self._table = wanted, np.asarray(wanted, dtype=np.int64)
+        return self._table[1]
 
     def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
         """Where tokens first_token .. first_token + num_tokens - 1 of a sequence lie: [num_tokens] int64.
 
         With a cache on a GPU they are copied there without waiting for it, and kept for the other layers of the step.
         """
-        first_block = first_token // self.block_size
-        last_block = (first_token + num_tokens + self.block_size - 1) // self.block_size
-        assert num_tokens > 0, "an empty token range"
-        assert last_block <= len(blocks), f"{len(blocks)} blocks do not cover token {first_token + num_tokens - 1}"
-        table = np.asarray(blocks[first_block:last_block], dtype=np.int64)
+        table = self._blocks_of(blocks, first_token, num_tokens)
         if self.device.type == "cpu":
             return self._slots_of(table, first_token, num_tokens)
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -83,27 +97,31 @@ class KVCache:
                 self._device_slots.popitem(last=False)
         return slots
 
-    def _slots_of(self, table: np.ndarray[tuple[int], np.dtype[np.int64]], first_token: int, num_tokens: int) -> Tensor:
+    def _slots_of(self, table: IntArray, first_token: int, num_tokens: int) -> Tensor:
         slots = (torch.from_numpy(table)[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
         skipped = first_token % self.block_size
         return slots[skipped : skipped + num_tokens]
 
     def gather(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
-    ) -> memoryview:
-        """Copy a token range of one layer into `out` or a fresh buffer, in the canonical slab layout.
+    ) -> tuple[memoryview, int]:
+        """Copy a token range of one layer into `out` or a fresh buffer, in the canonical slab layout; its checksum.
 
         `blocks` is the sequence's block table from its first token on.
         """
-        slots = self._slots(blocks, first_token, num_tokens)
         if out is None:
             out = self._buffer(num_tokens * self.layout.layer_bytes_per_token(layer))
-        self._gather(layer, slots, out)
+        if (planes := self._planes[layer]) is not None and out.nbytes > LONG_BYTES:
+            table = self._blocks_of(blocks, first_token, num_tokens)
+            return out, planes.gather(table, first_token % self.block_size, num_tokens, out)
+        self._gather(layer, self._slots(blocks, first_token, num_tokens), out)
         self._wait()
-        return out
+        return out, checksum(out)
 
     def gather_all(self, blocks: Sequence[int], num_tokens: int) -> list[memoryview]:
         """Copy the first tokens of every layer into fresh buffers."""
+        if self.device.type == "cpu":
+            return [self.gather(layer, blocks, 0, num_tokens)[0] for layer in range(self.layout.num_layers)]
         slots = self._slots(blocks, 0, num_tokens)
         slabs = [self._buffer(num_tokens * self.layout.layer_bytes_per_token(i)) for i in range(self.layout.num_layers)]
         for layer, slab in enumerate(slabs):
@@ -133,11 +151,18 @@ class KVCache:
 
     def scatter(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
-    ) -> None:
-        """Copy a slab into the blocks of a token range of one layer. The payload has the right size."""
+    ) -> int:
+        """Copy a slab into the blocks of a token range of one layer. The payload has the right size.
+
+        Returns the checksum of what was copied, for whoever must know whether it is what was sent.
+        """
         assert payload.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "a slab of the wrong size"
+        if (planes := self._planes[layer]) is not None and payload.nbytes > LONG_BYTES:
+            table = self._blocks_of(blocks, first_token, num_tokens)
+            return planes.scatter(table, first_token % self.block_size, num_tokens, payload)
         slots = self._slots(blocks, first_token, num_tokens)
         cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload, self.scales[layer])
+        return checksum(payload)
 
     def _stream(self, span: DeviceSpan) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self.device)

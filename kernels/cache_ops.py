@@ -6,7 +6,8 @@ and those of V, `[tokens, kv_heads]` in float32. A *slot* is block * block_size 
 same range can be cut into blocks of any size.
 
 Each function picks the version for the caches' device: `cache_ops_cuda.py` on a GPU (if CuPy is there), a kernel in C
-where one fits, else torch, which runs anywhere and is the reference.
+where one fits, else torch, which runs anywhere and is the reference. Slabs of caches in memory have kernels of their
+own (`slabs.py`), by block table.
 """
 
 from __future__ import annotations
@@ -116,11 +117,6 @@ def gather(
         return
     planes = (k_cache, v_cache, *_as_bytes(scales))
     parts = _slab_parts(slab, planes, slots.numel())
-    if (library := library_for(parts[0], k_cache, v_cache)) is not None:
-        layer = paged_layer(library, 1, k_cache, v_cache)
-        k, v = parts
-        library.pd_read_kv(layer.pointer, slots.data_ptr(), slots.numel(), k.data_ptr(), v.data_ptr())
-        return
     for plane, part in zip(planes, parts, strict=True):
         torch.index_select(plane.view(-1, *plane.shape[2:]), 0, slots, out=part)
 

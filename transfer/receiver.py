@@ -13,7 +13,6 @@ from .device import DeviceSpan
 from .errors import TransferError
 from .layout import KVLayout
 from .messages import Handoff, Slab
-from .slab import checksum
 
 Key = tuple[str, int]
 
@@ -63,8 +62,8 @@ class Receiver:
         return entry
 
     def check(self, entry: Incoming, slab: Slab, payload: memoryview | DeviceSpan) -> None:
-        """Raise TransferError unless the slab is the very next piece of its layer and arrived unharmed (what never left
-        the devices has no checksum, see `link_cuda_ipc.py`)."""
+        """Raise TransferError unless the slab is the very next piece of its layer. Whether it is unharmed shows when it
+        is copied (`store_slab`)."""
         if slab.layer >= self._layout.num_layers:
             raise TransferError("bad_layer", f"layer {slab.layer} of {self._layout.num_layers}")
         if slab.first_token != entry.next_token[slab.layer]:
@@ -76,8 +75,6 @@ class Receiver:
         expected = slab.num_tokens * self._layout.layer_bytes_per_token(slab.layer)
         if payload.nbytes != expected:
             raise TransferError("bad_size", f"layer {slab.layer}: {payload.nbytes} bytes, not {expected}")
-        if not isinstance(payload, DeviceSpan) and checksum(payload) != slab.checksum:
-            raise TransferError("bad_checksum", f"layer {slab.layer}, token {slab.first_token}")
 
     def taken(self, entry: Incoming, slab: Slab, num_bytes: int) -> None:
         """The slab is in its blocks."""

@@ -43,7 +43,7 @@ from .messages import (
 from .offers import DeviceRingOffer, RingSpan
 from .reports import Link
 from .ring import DEFAULT_RING_BYTES, RingWriter
-from .slab import KVStore, checksum
+from .slab import KVStore
 
 log = logging.getLogger(__name__)
 
@@ -275,8 +275,7 @@ class Outgoing:
             store.gather_to(layer, blocks, first, count, memory)
             payload, digest = memory, 0
         else:
-            payload = store.gather(layer, blocks, first, count, memory)
-            digest = checksum(payload)
+            payload, digest = store.gather(layer, blocks, first, count, memory)
         slab = Slab(self.request, self.attempt, self.reservation, layer, first, count, digest, span)
         self.link.send_slab(slab, payload)
         self.next_token[layer] = up_to

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import xxhash
-
 from .device import DeviceSpan
+from .errors import TransferError
 from .layout import KVLayout
 from .messages import Slab
 
@@ -21,14 +20,15 @@ class KVStore(Protocol):
 
     def gather(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
-    ) -> memoryview:
-        """Those tokens' KV of one layer, in `out` (of exactly the right size) or a fresh buffer; the caller owns it."""
+    ) -> tuple[memoryview, int]:
+        """Those tokens' KV of one layer, in `out` (of exactly the right size) or a fresh buffer, which the caller owns;
+        and its checksum."""
         ...
 
     def scatter(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
-    ) -> None:
-        """Copy a payload of exactly the right size into the blocks."""
+    ) -> int:
+        """Copy a payload of exactly the right size into the blocks; the checksum of what was copied."""
         ...
 
     def gather_all(self, blocks: Sequence[int], num_tokens: int) -> list[memoryview]:
@@ -47,12 +47,16 @@ class KVStore(Protocol):
 
 
 def store_slab(store: KVStore, slab: Slab, blocks: Sequence[int], payload: memoryview | DeviceSpan) -> None:
-    """Copy what came with a slab's header, and was checked, into the blocks."""
+    """Copy what came with a slab's header into the blocks, which belong to a reservation that is not complete.
+
+    Raises TransferError if it did not arrive unharmed: the attempt must fail then, as the blocks hold what came. (What
+    never left the devices has no checksum, see `link_cuda_ipc.py`.)
+    """
     place = slab.layer, blocks, slab.first_token, slab.num_tokens
     if isinstance(payload, DeviceSpan):
         store.scatter_from(*place, payload)
-    else:
-        store.scatter(*place, payload)
+    elif store.scatter(*place, payload) != slab.checksum:
+        raise TransferError("bad_checksum", f"layer {slab.layer}, token {slab.first_token}")
 
 
 def cut_slab(payload: memoryview, layout: KVLayout, layer: int, num_tokens: int, first: int) -> memoryview:
@@ -68,7 +72,3 @@ def cut_slab(payload: memoryview, layout: KVLayout, layer: int, num_tokens: int,
         start = end
     return memoryview(b"".join(parts))
 
-
-def checksum(payload: memoryview | bytes) -> int:
-    """XXH3-64 of the payload."""
-    return xxhash.xxh3_64_intdigest(payload)

@@ -22,13 +22,6 @@ static void scatter(float *cache, const int64_t *slots, int64_t rows, int64_t wi
     }
 }
 
-static void gather(const float *cache, const int64_t *slots, int64_t rows, int64_t width, float *to) {
-    for (int64_t r = 0, run; r < rows; r += run) {
-        run = run_length(slots + r, rows - r);
-        memcpy(to + r * width, cache + slots[r] * width, (size_t)(run * width) * sizeof(float));
-    }
-}
-
 /* to = round(x * 127 / absmax), and its scale. What is not finite makes the scale NaN, so that it is not lost. */
 static void quantise(const float *x, int64_t dim, int8_t *to, float *scale) {
     float most = 0, spoilt = 0;
@@ -60,12 +53,6 @@ EXPORT void pd_write_kv(const PagedLayer *layer, const int64_t *slots, int64_t r
                         const float *v, int64_t v_stride) {
     write_rows(layer, layer->k_cache, layer->k_scales, layer->k_dim, slots, rows, k, k_stride);
     write_rows(layer, layer->v_cache, layer->v_scales, layer->v_dim, slots, rows, v, v_stride);
-}
-
-/* K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] from their slots, in floats. */
-EXPORT void pd_read_kv(const PagedLayer *layer, const int64_t *slots, int64_t rows, float *k, float *v) {
-    gather(layer->k_cache, slots, rows, layer->kv_heads * layer->k_dim, k);
-    gather(layer->v_cache, slots, rows, layer->kv_heads * layer->v_dim, v);
 }
 
 /* What a layer does up to having its K and V in the cache. qkv [rows, heads + 2 * kv_heads, head_dim] is kept for

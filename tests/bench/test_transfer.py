@@ -18,6 +18,7 @@ from pdserve.bench.transfer_ends import (
     most_in_flight,
     receiving_process,
 )
+from pdserve.engine.kv_cache import KVCache
 from tests.system.tiny_model import write_tiny_llama
 
 TINY = layout_of(3, 2, 16, "float32")
@@ -54,7 +55,8 @@ def test_every_byte_of_every_prompt_has_arrived_checked(tmp_path: Path) -> None:
 
 
 def test_a_corrupt_slab_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.transfer.sender.checksum", lambda payload: 1)
+    gather = KVCache.gather
+    monkeypatch.setattr(KVCache, "gather", lambda *place: (gather(*place)[0], 1))
     job = Job("zmq ipc", TINY, prompt_tokens=16, chunk_tokens=16, cache_bytes=1 << 20)
     with receiving_process(job, str(tmp_path), 0) as pipe:
         sender = Sender(pipe, job)

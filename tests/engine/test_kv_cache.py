@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.engine import kv_cache
 from pdserve.engine.kv_cache import KVCache, parse_size, plan_num_blocks
 from pdserve.engine.setup import add_engine_arguments, engine_config
+from pdserve.kernels.slabs import checksum
 from pdserve.transfer.errors import ConfigError
 from pdserve.transfer.layout import KVLayout, LayerShape
 
@@ -51,13 +52,14 @@ def test_a_token_range_survives_the_trip_between_block_sizes(
 ) -> None:
     source, target = filled(sizes[0], 60, dtype), filled(sizes[1], 60, dtype)
     blocks = [random.Random(size).sample(range(60), -(-(first_token + num_tokens) // size)) for size in sizes]
-    slab = source.gather(layer, blocks[0], first_token, num_tokens)
+    slab, total = source.gather(layer, blocks[0], first_token, num_tokens)
+    assert total == checksum(slab)
     assert slab.nbytes == num_tokens * source.layout.layer_bytes_per_token(layer)
     before = [tensor.clone() for tensor in planes(target)]
-    target.scatter(layer, blocks[1], first_token, num_tokens, slab)
-    assert bytes(target.gather(layer, blocks[1], first_token, num_tokens)) == bytes(slab)
+    assert target.scatter(layer, blocks[1], first_token, num_tokens, slab) == total
+    assert bytes(target.gather(layer, blocks[1], first_token, num_tokens)[0]) == bytes(slab)
     room = bytearray(slab.nbytes)
-    assert source.gather(layer, blocks[0], first_token, num_tokens, memoryview(room)).obj is room
+    assert source.gather(layer, blocks[0], first_token, num_tokens, memoryview(room))[0].obj is room
     assert bytes(room) == bytes(slab)
     changed = sum(
         int((now != then).flatten(2).any(2).sum()) for now, then in zip(planes(target), before, strict=True)
@@ -67,7 +69,7 @@ def test_a_token_range_survives_the_trip_between_block_sizes(
 
 def test_a_slab_holds_the_tokens_of_the_range_in_order() -> None:
     cache = filled(3)
-    slab = cache.gather(1, [7, 2, 9], first_token=2, num_tokens=5)
+    slab, _ = cache.gather(1, [7, 2, 9], first_token=2, num_tokens=5)
     floats = torch.frombuffer(bytearray(slab), dtype=torch.float32)
     tokens = [(7, 2), (2, 0), (2, 1), (2, 2), (9, 0)]
     keys = torch.stack([cache.keys[1][block, offset] for block, offset in tokens])

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 
+from pdserve.kernels.slabs import checksum
 from pdserve.transfer.codec import encode
 from pdserve.transfer.messages import (
     Cancel,
@@ -38,7 +39,6 @@ from pdserve.transfer.messages import (
 from pdserve.transfer.offers import RingSpan
 from pdserve.transfer.reports import Family, Link, Sample
 from pdserve.transfer.sampling_params import SamplingParams
-from pdserve.transfer.slab import checksum
 from tests.system.client import Refused
 from tests.system.harness import Gateway, Launch, eventually, free_port
 from tests.system.hostile import (
