@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.decoder_layer import DecoderLayer, GatedMLP, Projection
 from ..kernels.library import native
+from ..kernels.pages import Pages
 from ..kernels.quantized import PackedWeight, Quantization, QuantizedWeight, product_by_definition, quantize
 from ..transfer.errors import ConfigError
 from .fused import FusedLayer, NativeLinear
@@ -31,13 +32,15 @@ HEAD_KIND: Quantization = "int8"  # also beside int4 layers, whose loss would ot
 class QuantizedLinear(nn.Module):
     """`nn.Linear` with another weight; its bias is the original's."""
 
-    def __init__(self, original: nn.Linear, kind: Quantization) -> None:
+    def __init__(self, original: nn.Linear, kind: Quantization, pages: Pages) -> None:
         super().__init__()
         self.in_features, self.out_features = original.in_features, original.out_features
         self.bias = original.bias
         library = native()
         weight = quantize(original.weight, kind)
-        self._weight: PackedWeight | QuantizedWeight = weight if library is None else PackedWeight(weight, library)
+        self._weight: PackedWeight | QuantizedWeight = (
+            weight if library is None else PackedWeight(weight, library, pages)
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(self._weight, PackedWeight):
@@ -59,23 +62,23 @@ def require_quantizable(kind: WeightFormat | None, device: torch.device, dtype: 
 @torch.no_grad()
 def quantize_linears(module: PreTrainedModel, kind: Quantization) -> None:
     """Replace the weights of every linear; float32 ones are gone afterwards, unless an embedding shares them."""
-    before = _megabytes(module)
+    before, pages = _megabytes(module), Pages()
     layers = [child for child in module.modules() if isinstance(child, FusedLayer)]
     for layer in layers:
-        _quantize_layer(layer, kind)
+        _quantize_layer(layer, kind, pages)
     untyped: Any = module
     head = untyped.get_output_embeddings()
     linears = [(name, child) for name, child in module.named_modules() if type(child) in (nn.Linear, NativeLinear)]
     for name, child in linears:
         assert isinstance(child, nn.Linear)
-        module.set_submodule(name, QuantizedLinear(child, HEAD_KIND if child is head else kind))
+        module.set_submodule(name, QuantizedLinear(child, HEAD_KIND if child is head else kind, pages))
     log.info(
         "weights in %s: %d layers and %d linears outside of them; %.0f of %.0f MB stay float32",
         kind, len(layers), len(linears), _megabytes(module), before,
     )  # fmt: skip
 
 
-def _quantize_layer(fused: FusedLayer, kind: Quantization) -> None:
+def _quantize_layer(fused: FusedLayer, kind: Quantization, pages: Pages) -> None:
     library = native()
     assert library is not None, "a layer was fused without kernels"
     assert isinstance(fused.layer, DecoderLayer)
@@ -83,12 +86,10 @@ def _quantize_layer(fused: FusedLayer, kind: Quantization) -> None:
 
     def packed(part: Projection) -> Projection:
         assert isinstance(part.weight, Tensor)
-        return Projection(PackedWeight(quantize(part.weight, kind), library), part.bias)
+        return Projection(PackedWeight(quantize(part.weight, kind), library, pages), part.bias)
 
     mlp = weights.mlp and GatedMLP(packed(weights.mlp.gate), packed(weights.mlp.up), packed(weights.mlp.down))
-    ours = replace(
-        weights, q=packed(weights.q), k=packed(weights.k), v=packed(weights.v), o=packed(weights.o), mlp=mlp
-    )
+    ours = replace(weights, q=packed(weights.q), k=packed(weights.k), v=packed(weights.v), o=packed(weights.o), mlp=mlp)
     fused.take(DecoderLayer(ours, library))
 
 

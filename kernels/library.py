@@ -47,7 +47,7 @@ SIGNATURES = {  # a letter for every argument
     "pd_attention_outputs": "ppppppi",
     "pd_gated_mlp": "pppppi",
     "pd_quantized_linear": "ppipip",
-    "pd_strip_columns": "p",
+    "pd_panel": "pp",
     "pd_attend": "pppip",
     "pd_write_kv": "ppipipi",
     "pd_gather_slab": "ppp",

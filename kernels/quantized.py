@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .pages import Pages
+
 Quantization = Literal["int8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
@@ -93,21 +95,23 @@ class CProjection(ctypes.Structure):
 
 
 class PackedWeight:
-    """A quantised weight in the order in which the kernels in C read it."""
+    """A quantised weight in the order in which the kernels in C read it; next to those packed before, in `pages`."""
 
-    def __init__(self, weight: QuantizedWeight, library: ctypes.CDLL) -> None:
-        columns = ctypes.c_int64()
-        library.pd_strip_columns(ctypes.addressof(columns))
+    def __init__(self, weight: QuantizedWeight, library: ctypes.CDLL, pages: Pages) -> None:
+        columns, strips = ctypes.c_int64(), ctypes.c_int64()
+        library.pd_panel(ctypes.addressof(columns), ctypes.addressof(strips))
         self.kind = weight.kind
         self.shape = len(weight.values), weight.k
         self._library = library
-        fill = -len(weight.values) % columns.value  # outputs that are missing in the last strip
+        fill = -len(weight.values) % (columns.value * strips.value)  # outputs that are missing in the last panel
         self._scales: Tensor | None = None
         if weight.minima is None:
-            self._data = _strips_int8(weight.values, columns.value)
+            data = _panels_int8(F.pad(weight.values, (0, 0, 0, fill)), columns.value, strips.value)
             self._scales = F.pad(weight.scales, (0, fill))
         else:
-            self._data = _strips_int4(weight.values, torch.stack([weight.scales, weight.minima]), columns.value)
+            halves = F.pad(torch.stack([weight.scales, weight.minima]), (0, 0, 0, fill))
+            data = _panels_int4(F.pad(weight.values, (0, 0, 0, 0, 0, fill)), halves, columns.value, strips.value)
+        self._data = pages.keep(data)
 
     def projection(self, bias_address: int | None) -> CProjection:
         """For C; this weight must outlive its use."""
@@ -134,23 +138,26 @@ def scratch_bytes(rows: int, k: int) -> int:
     return rows * 4 * (k + -k % GROUP)
 
 
-def _strips_int8(
+def _panels_int8(
     values: Tensor,  # [out, k] int8
     columns: int,
-) -> Tensor:  # uint8 [strips, steps, columns, STEP]
+    strips: int,
+) -> Tensor:  # uint8 [panels, groups, strips, steps, columns, STEP]
     shifted = (values.to(torch.int16) + 128).to(torch.uint8)
-    padded = F.pad(shifted, (0, -values.shape[1] % GROUP, 0, -len(values) % columns))
-    return padded.view(-1, columns, padded.shape[1] // STEP, STEP).transpose(1, 2).contiguous()
+    padded = F.pad(shifted, (0, -values.shape[1] % GROUP))
+    steps = padded.view(-1, strips, columns, padded.shape[1] // GROUP, GROUP // STEP, STEP)
+    return steps.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
-def _strips_int4(
+def _panels_int4(
     values: Tensor,  # [out, groups, GROUP] uint8
     halves: Tensor,  # [2, out, groups] float16: scales, minima
     columns: int,
-) -> Tensor:  # uint8 [strips, groups, bytes]: of each group, scales and minima of the columns, then pairs of steps
-    groups, fill = values.shape[1], -len(values) % columns
-    steps = F.pad(values, (0, 0, 0, 0, 0, fill)).view(-1, columns, groups, GROUP // (2 * STEP), 2, STEP)
-    pairs = steps[..., 0, :] | steps[..., 1, :] << 4  # [strips, columns, groups, pairs, STEP]
-    scales = F.pad(halves, (0, 0, 0, fill)).view(2, -1, columns, groups).permute(1, 3, 0, 2).contiguous()
-    parts = scales.view(torch.uint8), pairs.permute(0, 2, 3, 1, 4)
-    return torch.cat([part.reshape(len(steps), groups, -1) for part in parts], dim=2)
+    strips: int,
+) -> Tensor:  # uint8 [panels, groups, strips, bytes]: scales and minima of the columns, then pairs of steps
+    groups = values.shape[1]
+    steps = values.view(-1, strips, columns, groups, GROUP // (2 * STEP), 2, STEP)
+    pairs = steps[..., 0, :] | steps[..., 1, :] << 4  # [panels, strips, columns, groups, pairs, STEP]
+    scales = halves.view(2, -1, strips, columns, groups).permute(1, 4, 2, 0, 3).contiguous()
+    parts = scales.view(torch.uint8), pairs.permute(0, 3, 1, 4, 2, 5)
+    return torch.cat([part.reshape(len(steps), groups, strips, -1) for part in parts], dim=3)

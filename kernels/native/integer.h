@@ -30,6 +30,7 @@ INLINE Sum dot(Sum sum, Weights w, Values x) {
 #endif
 INLINE Weights weights_at(const uint8_t *from) { return bytes_at(from); }
 INLINE Values values_at(const int8_t *bytes, const int16_t *wide) { return four_bytes(bytes); }
+INLINE Sum sum_from(int32_t start) { return start - (ivec){0}; }
 INLINE ivec total(Sum sum) { return sum; }
 INLINE GroupSum group_dot(GroupSum sum, ivec w, ivec x) { return dot(sum, w, x); }
 INLINE ivec group_total(GroupSum sum) { return sum; }
@@ -62,6 +63,10 @@ INLINE Values values_at(const int8_t *bytes, const int16_t *wide) {
     int64_t four;
     memcpy(&four, wide, 8);
     return (ivec)splat_64(four);
+}
+INLINE Sum sum_from(int32_t start) {
+    const ivec first_lanes = (ivec)splat_64((uint32_t)start);
+    return (Sum){first_lanes, first_lanes};
 }
 INLINE Sum dot(Sum sum, Weights w, Values x) {
     return (Sum){sum.low + (ivec)BITS(madd_epi16)((integers)w.low, (integers)x),

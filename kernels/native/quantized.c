@@ -4,11 +4,12 @@
  * exactly, and the groups' sums scaled and added in the order of K. So neither the tile or the thread, nor the rows
  * beside it, can change a row's bits.
  *
- * Weights lie in strips of LANES columns, in the order in which they are read: four values along K of the first column,
- * of the second, and so on. They are unsigned:
+ * Weights lie in the order in which they are read, as one stream of memory is half as fast again as several: panels of
+ * PANEL strips of LANES columns; in a panel, group after group along K; in a group, strip after strip; there, four values
+ * along K of the first column, of the second, and so on. They are unsigned:
  *   int8  weight + 128; 128 times the sum of x is taken off again. One scale for a column.
- *   int4  in groups, too: LANES half-precision scales, LANES minima, then the values; a byte holds one of four values
- *         along K in its low bits and one of the next four in its high ones. weight = min + scale * value.
+ *   int4  LANES half-precision scales, LANES minima, then the values; a byte holds one of four values along K in its low
+ *         bits and one of the next four in its high ones. weight = min + scale * value.
  */
 #include "linear.h"
 #include "integer.h"
@@ -22,7 +23,9 @@
 #define ZERO 128
 #define MOST_FLOAT 3.402823466e38f
 #define LEAST_RANGE 1e-36f /* a group that stays below it counts as zeros: 127 / range would overflow */
-#define STRIPS 2           /* side by side in a tile */
+#define PANEL 4            /* strips whose weights lie together */
+#define LINE_BYTES 64
+#define AHEAD_BYTES 4096   /* the only tile of a panel fetches so far ahead; each of several, the next panel's part */
 #define ITEM_ROWS 16       /* that are quantised as one item */
 
 #if LANES == 16
@@ -30,6 +33,15 @@
 #else
 #define MOST_ROWS 3
 #endif
+#ifdef WIDE /* twice as many registers for sums */
+#define WHOLE_ROWS 1
+#define UNROLLED 2
+#else
+#define WHOLE_ROWS MOST_ROWS /* that are still one tile with all strips of a panel */
+#define UNROLLED 8
+#endif
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL(times) PRAGMA(GCC unroll times)
 
 /* --- activations ------------------------------------------------------------------------------------------------- */
 
@@ -41,7 +53,7 @@ Activations activations_in(void *scratch, int64_t rows, int64_t k) {
     to.wide = (int16_t *)(to.values + rows * padded);
     to.scales = (float *)(to.wide + rows * padded);
     to.sums = to.scales + rows * groups;
-    to.zeros = (int32_t *)(to.sums + rows * groups);
+    to.starts = (int32_t *)(to.sums + rows * groups);
     return to;
 }
 
@@ -76,7 +88,7 @@ INLINE void quantize_group(const Activations *to, const float *x, int64_t left, 
     const int32_t sum = sum_lanes(total);
     const float scale = usable ? range / 127.0f : range < LEAST_RANGE ? 0.0f : NAN;
     to->scales[at] = scale;
-    to->zeros[at] = ZERO * sum;
+    to->starts[at] = -ZERO * sum;
     to->sums[at] = scale * (float)sum;
 }
 
@@ -107,6 +119,7 @@ void quantize_rows(const Activations *to, const float *x, int64_t stride, int64_
 
 INLINE void finish(const int bits, const Linear *job, int64_t row, int64_t strip, vec sums) {
     const int64_t col = strip * LANES, left = job->w->outs - col;
+    if (left <= 0) return; /* fills a panel up */
     if (bits == 8) sums *= load(job->w->scales + col);
     float *y = job->y + row * job->y_stride + col;
     const float *bias = job->w->bias, *residual = job->residual;
@@ -122,107 +135,163 @@ INLINE void finish(const int bits, const Linear *job, int64_t row, int64_t strip
     }
 }
 
-/* Rows [row .. row + rows) of one or two strips. Sums are variables, one by one: compilers leave an array in memory. */
-#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-INLINE void tile(const int bits, const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+/* Where a tile reads. */
+typedef struct {
+    const uint8_t *weights; /* of the first group; the next is `stride` bytes on */
+    int64_t stride;
+    int64_t ahead; /* how far in front of what it reads it fetches */
+    int64_t groups;
+    const int8_t *bytes; /* of the first row; and so on */
+    const int16_t *wide;
+    const float *scales, *sums;
+    const int32_t *starts;
+} Source;
+
+INLINE Source source_of(const int64_t size, const Linear *job, int64_t row, int64_t strip) {
     const Activations *x = job->activations;
-    const int64_t padded = x->padded, groups = padded / GROUP;
-    const int64_t group_bytes = bits == 8 ? GROUP * LANES : GROUP_BYTES, size = groups * group_bytes;
-    const uint8_t *w = (const uint8_t *)job->w->data + strip * size;
-#define DECLARE(r) vec float##r##a = {0}, float##r##b = {0};
-    EACH_ROW(DECLARE)
-    for (int64_t group = 0; group < groups; group++) {
-        const uint8_t *a = w + group * group_bytes, *b = a + size;
-        const int8_t *bytes = x->values + row * padded + group * GROUP;
-        const int16_t *wide = x->wide + row * padded + group * GROUP;
-        const float *scales = x->scales + row * groups + group, *sums = x->sums + row * groups + group;
-        const int32_t *zeros = x->zeros + row * groups + group;
-#define DECLARE_SUMS(r)                                                                                              \
-    Sum sum##r##a = {0}, sum##r##b = {0};                                                                            \
-    GroupSum group##r##a = {0}, group##r##b = {0};
-        EACH_ROW(DECLARE_SUMS)
-#define ADD_BYTES(r)                                                                                                 \
-    if (rows > r) {                                                                                                  \
-        Values value = values_at(bytes + r * padded + step * STEP, wide + r * padded + step * STEP);                 \
-        sum##r##a = dot(sum##r##a, from_a, value);                                                                   \
-        if (strips > 1) sum##r##b = dot(sum##r##b, from_b, value);                                                   \
-    }
-        for (int step = 0; bits == 8 && step < STEPS; step++) {
-            Weights from_a = weights_at(a + step * VECTOR_BYTES), from_b = from_a;
-            __builtin_prefetch(a + strips * size + step * VECTOR_BYTES, 0, 2);
-            if (strips > 1) from_b = weights_at(b + step * VECTOR_BYTES);
-            if (strips > 1) __builtin_prefetch(b + strips * size + step * VECTOR_BYTES, 0, 2);
-            EACH_ROW(ADD_BYTES)
-        }
-#define ADD_PAIR(r)                                                                                                  \
-    if (rows > r) {                                                                                                  \
-        const int8_t *from = bytes + r * padded + pair * 2 * STEP;                                                   \
-        ivec first = four_bytes(from), second = four_bytes(from + STEP);                                             \
-        group##r##a = group_dot(group_dot(group##r##a, low_a, first), high_a, second);                               \
-        if (strips > 1) group##r##b = group_dot(group_dot(group##r##b, low_b, first), high_b, second);               \
-    }
-        for (int pair = 0; bits == 4 && pair < PAIRS; pair++) {
-            const int64_t at = 4 * LANES + pair * VECTOR_BYTES;
-            ivec both_a = bytes_at(a + at), both_b = strips > 1 ? bytes_at(b + at) : both_a;
-            ivec low_a = both_a & 0x0f0f0f0f, high_a = both_a >> 4 & 0x0f0f0f0f;
-            ivec low_b = both_b & 0x0f0f0f0f, high_b = both_b >> 4 & 0x0f0f0f0f;
-            EACH_ROW(ADD_PAIR)
-        }
-        vec scale_a = {0}, scale_b = {0}, min_a = {0}, min_b = {0};
-        if (bits == 4) {
-            scale_a = load_halves(a), min_a = load_halves(a + 2 * LANES);
-            if (strips > 1) scale_b = load_halves(b), min_b = load_halves(b + 2 * LANES);
-        }
-#define SCALE_STRIP(r, s)                                                                                            \
-    if (bits == 8) {                                                                                                 \
-        float##r##s += scales[r * groups] * floats(total(sum##r##s) - zeros[r * groups]);                            \
-    } else {                                                                                                         \
-        float##r##s += scale_##s * scales[r * groups] * floats(group_total(group##r##s));                            \
-        float##r##s += min_##s * sums[r * groups];                                                                   \
-    }
-#define SCALE(r)                                                                                                     \
-    if (rows > r) {                                                                                                  \
-        SCALE_STRIP(r, a)                                                                                            \
-        if (strips > 1) {                                                                                            \
-            SCALE_STRIP(r, b)                                                                                        \
-        }                                                                                                            \
-    }
-        EACH_ROW(SCALE)
-    }
+    const int64_t groups = x->padded / GROUP, at = row * groups, panel = groups * PANEL * size;
+    const uint8_t *w = (const uint8_t *)job->w->data + strip / PANEL * panel + strip % PANEL * size;
+    return (Source){w, PANEL * size, job->rows > MOST_ROWS ? panel : AHEAD_BYTES, groups, x->values + at * GROUP, x->wide + at * GROUP,
+                    x->scales + at, x->sums + at, x->starts + at};
+}
+
+/* In a tile, sums are variables, one by one: compilers leave an array in memory. r: row, s: strip. */
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#define EACH_STRIP(DO, r) DO(r, 0) DO(r, 1) DO(r, 2) DO(r, 3)
+#define DECLARE(r) vec sum##r##_0 = {0}, sum##r##_1 = {0}, sum##r##_2 = {0}, sum##r##_3 = {0};
+#define FINISH_STRIP(r, s)                                                                                           \
+    if (strips > s) finish(bits, job, row + r, strip + s, sum##r##_##s);
 #define FINISH(r)                                                                                                    \
     if (rows > r) {                                                                                                  \
-        finish(bits, job, row + r, strip, float##r##a);                                                              \
-        if (strips > 1) finish(bits, job, row + r, strip + 1, float##r##b);                                          \
+        EACH_STRIP(FINISH_STRIP, r)                                                                                  \
+    }
+
+/* Rows [row .. row + rows) of strips [strip .. strip + strips) of one panel. */
+INLINE void tile_int8(const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+    const int bits = 8;
+    const Source from = source_of(GROUP * LANES, job, row, strip);
+    EACH_ROW(DECLARE)
+    for (int64_t group = 0; group < from.groups; group++) {
+        const uint8_t *w = from.weights + group * from.stride;
+        for (int line = 0; line < strips * GROUP * LANES; line += LINE_BYTES)
+            __builtin_prefetch(w + from.ahead + line, 0, 2);
+#define START(r)                                                                                                     \
+    Sum dots##r##_0 = sum_from(rows > r ? from.starts[group + r * from.groups] : 0), dots##r##_1 = dots##r##_0,      \
+        dots##r##_2 = dots##r##_0, dots##r##_3 = dots##r##_0;
+        EACH_ROW(START)
+#define ADD_STRIP(r, s)                                                                                              \
+    if (strips > s) dots##r##_##s = dot(dots##r##_##s, weights##s, value);
+#define ADD(r)                                                                                                       \
+    if (rows > r) {                                                                                                  \
+        const int64_t at = (group + r * from.groups) * GROUP + step * STEP;                                          \
+        const Values value = values_at(from.bytes + at, from.wide + at);                                             \
+        EACH_STRIP(ADD_STRIP, r)                                                                                     \
+    }
+        UNROLL(UNROLLED)
+        for (int step = 0; step < STEPS; step++, w += VECTOR_BYTES) {
+            const Weights weights0 = weights_at(w);
+            const Weights weights1 = strips > 1 ? weights_at(w + GROUP * LANES) : weights0;
+            const Weights weights2 = strips > 2 ? weights_at(w + 2 * GROUP * LANES) : weights0;
+            const Weights weights3 = strips > 3 ? weights_at(w + 3 * GROUP * LANES) : weights0;
+            EACH_ROW(ADD)
+        }
+#define SCALE_STRIP(r, s)                                                                                            \
+    if (strips > s) sum##r##_##s += scale * floats(total(dots##r##_##s));
+#define SCALE(r)                                                                                                     \
+    if (rows > r) {                                                                                                  \
+        const vec scale = splat(from.scales[group + r * from.groups]);                                               \
+        EACH_STRIP(SCALE_STRIP, r)                                                                                   \
+    }
+        EACH_ROW(SCALE)
+#undef START
+#undef ADD
+#undef ADD_STRIP
+#undef SCALE
+#undef SCALE_STRIP
     }
     EACH_ROW(FINISH)
 }
 
-INLINE void tile_of(const int bits, const int strips, int64_t rows, const Linear *job, int64_t row, int64_t strip) {
+INLINE void tile_int4(const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+    const int bits = 4;
+    const Source from = source_of(GROUP_BYTES, job, row, strip);
+    EACH_ROW(DECLARE)
+    for (int64_t group = 0; group < from.groups; group++) {
+        const uint8_t *w = from.weights + group * from.stride;
+        for (int line = 0; line < strips * GROUP_BYTES; line += LINE_BYTES)
+            __builtin_prefetch(w + from.ahead + line, 0, 2);
+#define START(r) GroupSum dots##r##_0 = {0}, dots##r##_1 = {0}, dots##r##_2 = {0}, dots##r##_3 = {0};
+        EACH_ROW(START)
+#define ADD_STRIP(r, s)                                                                                              \
+    if (strips > s) dots##r##_##s = group_dot(group_dot(dots##r##_##s, low##s, first), high##s, second);
+#define ADD(r)                                                                                                       \
+    if (rows > r) {                                                                                                  \
+        const int8_t *values = from.bytes + (group + r * from.groups) * GROUP + pair * 2 * STEP;                     \
+        const ivec first = four_bytes(values), second = four_bytes(values + STEP);                                   \
+        EACH_STRIP(ADD_STRIP, r)                                                                                     \
+    }
+#define SPLIT(s)                                                                                                     \
+    const ivec both##s = bytes_at(w + (strips > s ? s : 0) * GROUP_BYTES + 4 * LANES + pair * VECTOR_BYTES);         \
+    const ivec low##s = both##s & 0x0f0f0f0f, high##s = both##s >> 4 & 0x0f0f0f0f;
+        UNROLL(UNROLLED)
+        for (int pair = 0; pair < PAIRS; pair++) {
+            SPLIT(0) SPLIT(1) SPLIT(2) SPLIT(3)
+            EACH_ROW(ADD)
+        }
+#define HALVES(s)                                                                                                    \
+    const uint8_t *halves##s = w + (strips > s ? s : 0) * GROUP_BYTES;                                               \
+    const vec scale##s = load_halves(halves##s), min##s = load_halves(halves##s + 2 * LANES);
+        HALVES(0) HALVES(1) HALVES(2) HALVES(3)
+#define SCALE_STRIP(r, s)                                                                                            \
+    if (strips > s) {                                                                                                \
+        sum##r##_##s += scale##s * scale * floats(group_total(dots##r##_##s));                                       \
+        sum##r##_##s += min##s * sum;                                                                                \
+    }
+#define SCALE(r)                                                                                                     \
+    if (rows > r) {                                                                                                  \
+        const int64_t at = group + r * from.groups;                                                                  \
+        const vec scale = splat(from.scales[at]), sum = splat(from.sums[at]);                                        \
+        EACH_STRIP(SCALE_STRIP, r)                                                                                   \
+    }
+        EACH_ROW(SCALE)
+    }
+    EACH_ROW(FINISH)
+}
+
+INLINE void tile(const int bits, const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+    if (bits == 8) tile_int8(rows, strips, job, row, strip);
+    else tile_int4(rows, strips, job, row, strip);
+}
+
+/* All strips of a panel: at once where there is one tile, since that waits for memory; else so many that there are
+ * registers for all sums. */
+INLINE void panel_of(const int bits, int64_t rows, const Linear *job, int64_t row, int64_t strip) {
+    const int alone = job->rows <= WHOLE_ROWS;
+#define TILES(count, together)                                                                                       \
+    case count:                                                                                                      \
+        if (alone) tile(bits, count, PANEL, job, row, strip);                                                        \
+        else                                                                                                         \
+            for (int s = 0; s < PANEL; s += together) tile(bits, count, together, job, row, strip + s);              \
+        break;
     switch (rows) {
-    case 1: tile(bits, 1, strips, job, row, strip); break;
-    case 2: tile(bits, 2, strips, job, row, strip); break;
-    case 3: tile(bits, 3, strips, job, row, strip); break;
 #if MOST_ROWS > 3
-    case 4: tile(bits, 4, strips, job, row, strip); break;
-    case 5: tile(bits, 5, strips, job, row, strip); break;
-    case 6: tile(bits, 6, strips, job, row, strip); break;
+        TILES(1, 4) TILES(2, 4) TILES(3, 4) TILES(4, 2) TILES(5, 2) TILES(6, 2)
+#else
+        TILES(1, 2) TILES(2, 2) TILES(3, 2)
 #endif
     }
 }
 
-/* Rows [first .. end) of strips [strip .. last). */
+/* Rows [first .. end) of strips [strip .. last), which begin with a panel. */
 INLINE void walk(const int bits, const Linear *job, int64_t first, int64_t end, int64_t strip, int64_t last) {
     const int64_t tiles = (end - first + MOST_ROWS - 1) / MOST_ROWS;
-    while (strip < last) {
-        const int together = last - strip >= STRIPS ? STRIPS : 1;
+    for (; strip < last; strip += PANEL) {
         int64_t row = first;
         for (int64_t left = tiles; left > 0; left--) { /* tiles of nearly equal height */
             const int64_t here = (end - row + left - 1) / left;
-            if (together == 1) tile_of(bits, 1, here, job, row, strip);
-            else tile_of(bits, STRIPS, here, job, row, strip);
+            panel_of(bits, here, job, row, strip);
             row += here;
         }
-        strip += together;
     }
 }
 
@@ -249,5 +318,5 @@ EXPORT void pd_quantized_linear(const Projection *w, const float *x, int64_t x_s
     run_linears(&linear, 1);
 }
 
-/* Columns of a strip: the order of the weights depends on it. */
-EXPORT void pd_strip_columns(int64_t *columns) { *columns = LANES; }
+/* The order of the weights depends on these: columns of a strip, and strips of a panel. */
+EXPORT void pd_panel(int64_t *columns, int64_t *strips) { *columns = LANES, *strips = PANEL; }

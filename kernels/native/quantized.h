@@ -12,7 +12,7 @@ typedef struct {
     int16_t *wide;     /* the same numbers, where there is no instruction for bytes */
     float *scales;     /* [rows, groups] */
     float *sums;       /* [rows, groups]: of scale * value */
-    int32_t *zeros;    /* [rows, groups]: what 128 added to every int8 weight adds to a group's sum */
+    int32_t *starts;   /* [rows, groups]: of a group's sum, taking off what 128 added to every int8 weight adds */
 } Activations;
 
 /* Where they go in `scratch`, which has rows * 4 * padded bytes and is aligned as floats are. */

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.kernels.pages import Pages
 from pdserve.kernels.quantized import (
     GROUP,
     QUANTIZATIONS,
@@ -28,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def packed(weight: Tensor, kind: Quantization, library: ctypes.CDLL) -> PackedWeight:
-    return PackedWeight(quantize(weight, kind), library)
+    return PackedWeight(quantize(weight, kind), library, Pages())
 
 
 @pytest.mark.parametrize(("rows", "outs", "k"), SHAPES)
@@ -42,7 +43,7 @@ def test_product_equals_that_of_the_quantised_numbers(
     exact = (values * scales[..., None].double()).flatten(1)[:, :k] @ weight.dequantized().double().T
     if biased:
         exact += bias
-    found = PackedWeight(weight, library).product(x, bias if biased else None)
+    found = PackedWeight(weight, library, Pages()).product(x, bias if biased else None)
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=3e-7 * k)
     by_definition = product_by_definition(x, weight) + (bias if biased else 0.0)
     torch.testing.assert_close(by_definition.double(), exact, rtol=1e-6, atol=3e-7 * k)
@@ -97,7 +98,7 @@ def test_a_row_that_is_not_finite_is_nan_and_stays_alone(
     library: ctypes.CDLL, kind: Quantization, poison: float
 ) -> None:
     x, weight = random(6, 40), quantize(random(20, 40, seed=1), kind)
-    c = PackedWeight(weight, library)
+    c = PackedWeight(weight, library, Pages())
     expected = c.product(x)
     x[2, 39] = poison
     for found in (c.product(x), product_by_definition(x, weight)):
@@ -112,8 +113,8 @@ def test_rows_of_zeros_and_of_next_to_nothing_are_zeros(library: ctypes.CDLL, ki
     x = torch.zeros(3, 40)
     x[1] = 1e-40
     x[2] = 3e-37
-    assert torch.equal(PackedWeight(weight, library).product(x), torch.zeros(3, 20))
-    assert torch.equal(PackedWeight(weight, library).product(x, bias), bias.expand(3, 20))
+    assert torch.equal(PackedWeight(weight, library, Pages()).product(x), torch.zeros(3, 20))
+    assert torch.equal(PackedWeight(weight, library, Pages()).product(x, bias), bias.expand(3, 20))
     assert torch.equal(product_by_definition(x, weight), torch.zeros(3, 20))
 
 
