@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ..engine.order import length_tokens, rank_tokens
 from ..transfer.messages import LocalPrefill, Reserved
 from .elastic import Choice, Where, choose, forced
 from .limits import AdmissionQueue, Turn
@@ -16,7 +17,6 @@ from .pool import Pool
 from .router import Ask, LocalPrefillMode, Policy, prefix_chain
 from .worker import Leg, Owner, Worker, at_decode, at_prefill, pair_load
 
-PRIORITY_STEP_S = 10.0  # one priority level weighs as much as this much waiting, as in decode's rank
 BACKLOG_S = 0.25  # of prompts that may stand at a worker, beside the one it computes and the one after that
 BACKLOG_PROMPTS = 2
 OUTPUT_WINDOW = 64.0  # finished requests that the expected output length remembers
@@ -92,10 +92,6 @@ class Wanted:
     output_tokens: int = 0
     first_seen: float = 0.0
     priority: int = 0
-
-    @property
-    def rank(self) -> float:
-        return self.first_seen + self.priority * PRIORITY_STEP_S
 
 
 @dataclass(frozen=True)
@@ -203,11 +199,14 @@ class Dispatcher:
         """Its cost is what it makes workers compute: the prompt as far as nobody has it cached, and the output, of
         which `max_tokens` says little and requests of late say more."""
         if wanted.attempt > 1:
-            return Turn(wanted.rank, wanted.client, 0.0, known=True)
+            return Turn(rank_tokens(0, wanted.first_seen, wanted.priority), wanted.client, 0.0, known=True)
         mine = (worker for worker in self.pool.workers.values() if worker.model == self.model)
         cached = max((worker.prefixes.overlap_tokens(wanted.chain) for worker in mine), default=0)
         output = min(wanted.output_tokens, self._output_tokens or wanted.output_tokens)
-        return Turn(wanted.rank, wanted.client, max(wanted.num_tokens - cached, 0) + max(output, 1.0))
+        missing = max(wanted.num_tokens - cached, 0)
+        rank = rank_tokens(missing, wanted.first_seen, wanted.priority)
+        length = length_tokens(missing, wanted.priority)
+        return Turn(rank, wanted.client, missing + max(output, 1.0), length=length)
 
     def _candidates(self, wanted: Wanted) -> list[tuple[Worker, Worker | None]]:
         """Pairs that could serve the attempt if they had room."""
@@ -231,16 +230,17 @@ class Dispatcher:
         pairs = [(d, p) for d, p in self._candidates(wanted) if self._takes_one_more(d)]
         if wanted.suspect and any(not d.legs for d, _ in pairs):
             pairs = [(d, p) for d, p in pairs if not d.legs]
-        open_pairs = [(d, p) for d, p in pairs if self._may_compute(p or d)]
-        if not pairs or (not open_pairs and pairs[0][1] is None):
-            return None
         workers = {w.id: w for pair in pairs for w in pair if w is not None}
         missing = {
             name: wanted.num_tokens - min(worker.prefixes.overlap_tokens(wanted.chain), wanted.num_tokens)
             for name, worker in workers.items()
         }
+        can = {name for name, worker in workers.items() if self._may_compute(worker, missing[name])}
+        open_pairs = [(d, p) for d, p in pairs if (p or d).id in can]
+        if not pairs or (not open_pairs and pairs[0][1] is None):
+            return None
         decode, prefill = self._best(open_pairs or pairs, wanted, missing)
-        helpers = {d.id: d for d, _ in pairs if self._may_compute(d)}
+        helpers = {d.id: d for d, _ in pairs if d.id in can}
         choice = self._choose(wanted, decode, prefill, helpers, missing)
         if choice.where == "prefill" and not open_pairs:
             return None  # it is worth while to wait for it
@@ -296,11 +296,11 @@ class Dispatcher:
         tpot_s = self._objectives.tpot_s
         return tpot_s is None or not decode.legs or decode.pace.step_s(len(decode.legs) + 1) <= tpot_s
 
-    def _may_compute(self, worker: Worker) -> bool:
-        """May one more prompt be sent to this worker of either kind now, for it to compute?"""
+    def _may_compute(self, worker: Worker, missing_tokens: int) -> bool:
+        """May one more prompt be sent to this worker of either kind now, for it to compute so many tokens of it?"""
         if worker.register.role == "prefill" and not (worker.has_place and self.pool.is_free(worker)):
             return False
-        return _backlog_is_short(worker)
+        return _backlog_is_short(worker, missing_tokens)
 
     # --- what became of it -------------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class Dispatcher:
 
         An idle worker gets whatever comes fresh: its speed may have changed, and would never be measured anew."""
         slo_s = self._objectives.ttft_s
-        speed, queued_tokens = computing.pace.tokens_per_s, computing.computing_tokens()
+        speed, queued_tokens = computing.pace.tokens_per_s, sum(computing.ahead_of(missing_tokens))
         if slo_s is None or wanted.attempt > 1 or not speed:
             return
         left_s = (queued_tokens + missing_tokens) / speed
@@ -333,7 +333,8 @@ class Dispatcher:
             raise Overloaded(wait_s, slo_s)
 
 
-def _backlog_is_short(worker: Worker) -> bool:
-    """Enough to never be idle until word of that comes here, and no more."""
-    waiting = [leg.computes for leg in worker.legs.values() if leg.computes]
-    return len(waiting) < BACKLOG_PROMPTS or sum(waiting) < BACKLOG_S * (worker.pace.tokens_per_s or 0.0)
+def _backlog_is_short(worker: Worker, missing_tokens: int) -> bool:
+    """Enough to never be idle until word of that comes here, and no more. Longer prompts do not count where they would
+    wait for this one: it need not wait here for them."""
+    ahead = worker.ahead_of(missing_tokens)
+    return len(ahead) < BACKLOG_PROMPTS or sum(ahead) < BACKLOG_S * (worker.pace.tokens_per_s or 0.0)

@@ -5,7 +5,8 @@ is faster gets the prompt; but of the decode workers only those may take it that
 
     idle         no stream flows there: it takes prompts whole
     within_slo   its operator allows steps of --itl-slo-ms, and a part of the prompt fits into those
-    same_burst   every stream there began after this request had come, so it only has its share of what came together
+    same_burst   every stream there began after this request had come, and one had a prompt as long: so it only has its
+                 share of what came together
 
 A stream that flows when a request comes is therefore not slowed by it, unless that was allowed in milliseconds.
 """
@@ -36,13 +37,15 @@ class AtPrefill:
 
 @dataclass(frozen=True)
 class AtDecode:
-    """A decode worker, for one request. `streams_since`: when the oldest stream there began; None: there is none."""
+    """A decode worker, for one request. `streams_since`: when the oldest stream there began; None: there is none.
+    `longest_stream`: tokens of the longest prompt that one of them had."""
 
     worker: str
     missing_tokens: int
     queued_tokens: int
     speed: Speed
     streams_since: float | None = None
+    longest_stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def may_help(helper: AtDecode, arrived_at: float) -> str:
         return "idle"
     if helper.speed.keeps_slo:
         return "within_slo"
-    return "same_burst" if helper.streams_since > arrived_at else ""
+    same_burst = helper.streams_since > arrived_at and helper.missing_tokens <= helper.longest_stream
+    return "same_burst" if same_burst else ""
 
 
 def prefill_s(prefill: AtPrefill, usual: float) -> float:

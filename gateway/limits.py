@@ -3,8 +3,8 @@
 Between clients it is fair, by start-time fair queueing: each client has a clock that its admitted requests push on by
 their cost; the client whose clock is furthest behind is next, and one that comes (back) starts at the present. So a
 client alone gets everything, n busy clients get a n-th each in tokens, and one request of a quiet client is next,
-however many a busy one has queued. Within a client, rank decides (arrival, moved by priority). Requests that were let
-in before (retries) go ahead of all: their client is in the middle of an answer.
+however many a busy one has queued. Within a client, rank decides (shortest first with ageing, moved by priority).
+Requests that were let in before (retries) go ahead of all: their client is in the middle of an answer.
 
 When the queue is full, the client with most waiting loses its last one, be that the newcomer or not.
 """
@@ -39,12 +39,13 @@ P = TypeVar("P", bound=Releasable)
 class Turn:
     """A request's standing in line. `rank`: lower goes first within its client. `cost`: in tokens of work.
 
-    `known`: it was let in before, and may always wait again."""
+    `known`: it was let in before, and may always wait again. `length`: tokens of its prompt, moved by its priority."""
 
     rank: float
     client: str = ""
     cost: float = 1.0
     known: bool = False
+    length: float = 0.0
 
 
 @dataclass(eq=False)
@@ -67,11 +68,13 @@ class _Client:
     name: str
     clock: float  # tokens served, in the queue's virtual time
     heap: list[_Waiter] = field(default_factory=list)
+    by_length: list[tuple[float, int, _Waiter]] = field(default_factory=list)  # the same as a heap of another order
     waiting: int = 0
     cost: float = 0.0
 
     def push(self, waiter: _Waiter) -> None:
         heapq.heappush(self.heap, waiter)
+        heapq.heappush(self.by_length, (waiter.turn.length, waiter.tie, waiter))
         self.waiting += 1
         self.cost += waiter.turn.cost
 
@@ -82,11 +85,22 @@ class _Client:
         if 2 * self.waiting < len(self.heap):
             self.heap = [w for w in self.heap if not w.left]
             heapq.heapify(self.heap)
+            self.by_length = [entry for entry in self.by_length if not entry[2].left]
+            heapq.heapify(self.by_length)
 
     def head(self) -> _Waiter | None:
         while self.heap and self.heap[0].left:
             heapq.heappop(self.heap)
         return self.heap[0] if self.heap else None
+
+    def candidates(self) -> list[_Waiter]:
+        """Who may be served next: the head, or if there is no place for it, the one with the shortest prompt."""
+        if (head := self.head()) is None:
+            return []
+        while self.by_length[0][2].left:
+            heapq.heappop(self.by_length)
+        shortest = self.by_length[0][2]
+        return [head, shortest] if shortest.turn.length < head.turn.length else [head]
 
     def last(self) -> _Waiter:
         return max(w for w in self.heap if not w.left)
@@ -98,7 +112,9 @@ class _Client:
 class AdmissionQueue:
     """Requests in order, each with a function that takes a place for it or finds none.
 
-    Nobody passes the head: when there is no place for it, the others wait too.
+    When there is no place for the head, the others wait too; except for the shortest prompt of the same client, which
+    the workers may have a place for before they are through with long ones. It does not take the head's: that is asked
+    first, every time.
     """
 
     def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,7 +149,7 @@ class AdmissionQueue:
         self._waiting += 1
         if self._counted_at is None:
             self._counted_at = self._clock()
-        if client.head() is waiter:
+        if waiter in client.candidates():
             self.wake()
         try:
             async with asyncio.timeout(timeout_s):
@@ -152,15 +168,19 @@ class AdmissionQueue:
     def wake(self) -> None:
         """Something changed: give places to whoever is next, as long as there are any."""
         while (client := self._next()) is not None:
-            waiter = client.head()
-            assert waiter is not None
-            if waiter.future.done():  # cancelled in this turn, it has not run yet
-                self._leave(client, waiter)
-            elif self._clock() >= waiter.deadline:  # its timer is late: no work may be spent on it any more
-                waiter.future.set_exception(TimeoutError())
-                self._leave(client, waiter)
-            elif not self._serve(client, waiter):
+            if not any(self._advance(client, waiter) for waiter in client.candidates()):
                 return
+
+    def _advance(self, client: _Client, waiter: _Waiter) -> bool:
+        """Let the waiter out of the line, with a place or without. False while there is no place."""
+        if waiter.future.done():  # cancelled in this turn, it has not run yet
+            self._leave(client, waiter)
+        elif self._clock() >= waiter.deadline:  # its timer is late: no work may be spent on it any more
+            waiter.future.set_exception(TimeoutError())
+            self._leave(client, waiter)
+        else:
+            return self._serve(client, waiter)
+        return True
 
     def _serve(self, client: _Client, waiter: _Waiter) -> bool:
         """Give the waiter a place, or its error. False when there is no place."""

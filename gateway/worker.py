@@ -147,16 +147,24 @@ class Worker:
     def pending_tokens(self) -> int:
         return sum(leg.pending_tokens for leg in self.legs.values())
 
-    def computing_tokens(self) -> int:
-        return sum(leg.computes for leg in self.legs.values())
+    def ahead_of(self, missing_tokens: int) -> list[int]:
+        """What it has to compute of our prompts, each, before one of which it lacks so much: prefill takes the shortest
+        first, decode what came first."""
+        waiting = [leg.computes for leg in self.legs.values() if leg.computes]
+        return [n for n in waiting if n <= missing_tokens] if self.register.role == "prefill" else waiting
 
     def queued_tokens(self) -> int:
         """Of prompts, still to be computed there: what it said, and what it cannot have known of then."""
         if self.heartbeat is None:
-            return self.computing_tokens()
+            return sum(leg.computes for leg in self.legs.values())
         listed = set(self.heartbeat.live)
         unheard = (leg.computes for leg in self.legs.values() if (leg.request, leg.attempt) not in listed)
         return self.heartbeat.queued_tokens + sum(unheard)
+
+    def queued_before(self, missing_tokens: int) -> int:
+        """The same without what would wait for a prompt of which it lacks so much."""
+        after = sum(leg.computes for leg in self.legs.values()) - sum(self.ahead_of(missing_tokens))
+        return max(self.queued_tokens() - after, 0)
 
     def streams_since(self) -> float | None:
         """When the oldest stream on it began: of ours, or of another gateway's by its last word."""
@@ -164,6 +172,10 @@ class Worker:
         if self.heartbeat is not None and self.heartbeat.speed.streaming_s:
             began.append(self.heartbeat_at - self.heartbeat.speed.streaming_s)
         return min(began, default=None)
+
+    def longest_stream(self) -> int:
+        """Tokens that the longest of our streams on it began with."""
+        return max((leg.num_tokens for leg in self.legs.values() if leg.streaming_since is not None), default=0)
 
     @property
     def speed(self) -> Speed:
@@ -198,8 +210,10 @@ def pair_load(decode: Worker, prefill: Worker | None) -> Pair:
 
 
 def at_prefill(worker: Worker, missing_tokens: int) -> AtPrefill:
-    return AtPrefill(missing_tokens, worker.queued_tokens(), worker.speed)
+    return AtPrefill(missing_tokens, worker.queued_before(missing_tokens), worker.speed)
 
 
 def at_decode(worker: Worker, missing_tokens: int) -> AtDecode:
-    return AtDecode(worker.id, missing_tokens, worker.queued_tokens(), worker.speed, worker.streams_since())
+    return AtDecode(
+        worker.id, missing_tokens, worker.queued_tokens(), worker.speed, worker.streams_since(), worker.longest_stream()
+    )

@@ -1,8 +1,10 @@
 """Chunked prefill: which tokens of which prompts run next. No tensors, no sockets, no clock of its own.
 
-Shortest remaining first, with ageing, so a long prompt cannot be passed for ever. A prompt whose next block is being
-computed right now for somebody else waits for that block instead of computing it twice. Prompts whose decode worker is
-not taking its slabs in are passed over until it does.
+Shortest remaining first. With ageing, so that a long prompt is not passed for ever: once its rank is the best it gets
+every fourth token at least, and shorter ones what they want of the rest; for under an overload all have waited for
+long, and who wants little should still not wait for all of that. A prompt whose next block is being computed right now
+for somebody else waits for that block instead of computing it twice. Prompts whose decode worker is not taking its
+slabs in are passed over until it does.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..engine.block_pool import BlockPool, BlockTable
+from ..engine.order import length_tokens, rank_tokens
 from ..transfer.messages import Prefill
 from ..transfer.sender import Outgoing
 from .prompt import Key, Prompt, State, Work
 
-AGEING_TOKENS_PER_S = 200.0  # a second of waiting outweighs this many tokens of length
-PRIORITY_TOKENS = 2000.0  # one priority level outweighs this many tokens of length
+STEP_S = 0.15  # how long a step should take at most: a prompt that comes meanwhile waits for its end
+OLDEST_SHARE = 0.25  # of all tokens, for the prompt with the best rank while shorter ones pass it
+LEAST_STEP_TOKENS = 64  # fewer cost more each, and a step has some fixed cost
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,23 @@ class PrefillLimits:
     max_waiting: int = 64
     max_computing: int = 16
 
+    def step_tokens(self, tokens_per_s: float | None) -> int:
+        """The budget of a step, by what has been measured; all there may be while nothing has."""
+        if tokens_per_s is None:
+            return self.chunk_tokens
+        return min(self.chunk_tokens, max(LEAST_STEP_TOKENS, int(tokens_per_s * STEP_S)))
+
 
 class Scheduler:
     """All prompts of one prefill worker. `root_of(cache_salt)` gives the start of a prompt's hash chain."""
 
     def __init__(self, pool: BlockPool, limits: PrefillLimits, root_of: Callable[[str], bytes]) -> None:
         self._pool = pool
-        self._limits = limits
+        self.limits = limits
         self._root_of = root_of
         self._prompts: dict[Key, Prompt] = {}
         self._leaving: list[Prompt] = []  # needed no more, but a device still copies out of their blocks
+        self._owed = 0.0  # tokens that the prompt with the best rank is behind its share
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts.values())
@@ -54,8 +65,8 @@ class Scheduler:
         num_tokens = len(message.prompt) + len(message.output)
         if self._pool.blocks_for(num_tokens) > self._pool.num_blocks:
             return f"{num_tokens} tokens are more than the pool's {self._pool.num_blocks} blocks"
-        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
-            return f"{self._limits.max_waiting} prompts are waiting already"
+        if len(self.in_state(State.WAITING)) >= self.limits.max_waiting:
+            return f"{self.limits.max_waiting} prompts are waiting already"
         return ""
 
     def add(self, message: Prefill, outgoing: Outgoing, now: float) -> None:
@@ -85,34 +96,43 @@ class Scheduler:
 
     # --- one turn --------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> list[Work]:
-        """The chunks of the next step, within the token budget."""
+    def plan(self, now: float, step_tokens: int) -> list[Work]:
+        """The chunks of the next step, of so many tokens at most. Where a prompt ends, more than half of that is
+        enough: the rest would only delay its first token."""
         leaving, self._leaving = self._leaving, []
         for prompt in leaving:
             self._let_go(prompt)
         candidates = [
             p for p in self if p.state in (State.WAITING, State.COMPUTING) and p.outgoing.link.has_room
         ]
-        candidates.sort(key=lambda p: self._rank(p, now))
-        budget = self._limits.chunk_tokens
+        oldest = min(candidates, key=_rank, default=None)
+        shortest = min(candidates, key=_length, default=None)
+        first = oldest if self._owed > 0 else None
+        candidates.sort(key=lambda p: (p is not first, _length(p)))
+        batch = self._chunks(candidates, step_tokens, now)
+        if oldest is not shortest:
+            more = sum(work.count * (OLDEST_SHARE - (work.prompt is oldest)) for work in batch)
+            self._owed = min(max(self._owed + more, -float(step_tokens)), float(step_tokens))
+        else:
+            self._owed = 0.0
+        return batch
+
+    def _chunks(self, candidates: list[Prompt], budget: int, now: float) -> list[Work]:
+        """As much of the candidates, in their order, as the budget allows."""
+        enough, left = budget // 2, budget
         computing = len(self.in_state(State.COMPUTING))
         batch: list[Work] = []
         for prompt in candidates:
-            if budget == 0:
+            if left == 0 or (left < enough and any(work.samples for work in batch)):
                 break
             if prompt.state is State.WAITING:
-                if computing >= self._limits.max_computing or not self._start(prompt, now):
+                if computing >= self.limits.max_computing or not self._start(prompt, now):
                     continue
                 computing += 1
-            count = min(budget, prompt.num_missing)
+            count = min(left, prompt.num_missing)
             batch.append(Work(prompt, prompt.table.num_computed, count))
-            budget -= count
+            left -= count
         return batch
-
-    def _rank(self, prompt: Prompt, now: float) -> float:
-        missing = prompt.num_missing  # of a waiting prompt: all of it, its cache hits are not known yet
-        waited_s = now - prompt.arrived_at
-        return missing - waited_s * AGEING_TOKENS_PER_S + prompt.message.priority * PRIORITY_TOKENS
 
     def _start(self, prompt: Prompt, now: float) -> bool:
         """Give a waiting prompt its blocks, unless they do not fit or its next block is on its way elsewhere."""
@@ -155,3 +175,12 @@ class Scheduler:
         for prompt in self:
             holds = prompt.state is State.COMPUTING or prompt in self._leaving
             assert holds == bool(prompt.table.blocks), f"{prompt.key} {prompt.state}"
+
+
+def _length(prompt: Prompt) -> float:
+    """What is missing of it: all of it while it waits, its cache hits are not known yet."""
+    return length_tokens(prompt.num_missing, prompt.message.priority)
+
+
+def _rank(prompt: Prompt) -> float:
+    return rank_tokens(prompt.num_missing, prompt.arrived_at, prompt.message.priority)

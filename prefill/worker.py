@@ -111,7 +111,8 @@ class PrefillWorker:
             while not self._stopping and not self._members.may_leave:
                 self._cores.look(time.monotonic())
                 self._receive()
-                batch = self._scheduler.plan(time.monotonic())
+                step_tokens = self._scheduler.limits.step_tokens(self._rate.per_s)
+                batch = self._scheduler.plan(time.monotonic(), step_tokens)
                 if batch:
                     self._run_step(batch)
                 self._send()

@@ -60,6 +60,18 @@ async def test_prompts_beyond_those_that_keep_prefill_busy_wait_in_the_queue(tmp
             await until(lambda: len(prefill.of(Prefill)) > BACKLOG_PROMPTS)
 
 
+async def test_short_prompts_of_a_client_wait_neither_in_the_queue_nor_behind_long_ones(tmp_path: Path) -> None:
+    async with running_system(tmp_path, local_prefill="never") as system:
+        _, prefill = await system.pair()
+        prefill.answering = False
+        async with open_requests(system, *[400] * 4, *[20] * 3, 200):
+            sent = [len(message.prompt) for message in prefill.of(Prefill)]
+            assert sent == [400] * BACKLOG_PROMPTS + [20] * BACKLOG_PROMPTS, "and of either only what keeps it busy"
+            finish_prefill(prefill, 0)
+            await until(lambda: len(prefill.of(Prefill)) >= 2 * BACKLOG_PROMPTS + 2)
+            assert [len(message.prompt) for message in prefill.of(Prefill)[2 * BACKLOG_PROMPTS :]][:2] == [20, 200]
+
+
 async def test_fast_prefill_gets_as_many_prompts_as_it_computes_in_a_moment(tmp_path: Path) -> None:
     async with running_system(tmp_path, local_prefill="never") as system:
         _, prefill = await system.pair()

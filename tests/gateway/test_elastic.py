@@ -23,9 +23,9 @@ def there(queued: int = 0, speed: Speed = FAST) -> AtPrefill:
 
 def here(
     since: float | None = None, queued: int = 0, keeps_slo: bool = False, missing: int = 400, speed: Speed = DECODE,
-    name: str = "d",
+    name: str = "d", longest: int = 400,
 ) -> AtDecode:  # fmt: skip
-    return AtDecode(name, missing, queued, dataclasses.replace(speed, keeps_slo=keeps_slo), since)
+    return AtDecode(name, missing, queued, dataclasses.replace(speed, keeps_slo=keeps_slo), since, longest)
 
 
 SITUATIONS = {
@@ -38,6 +38,7 @@ SITUATIONS = {
     "the same, with leave to do so": (there(100_000), [here(EARLIER, keeps_slo=True)], "decode", "within_slo"),
     "leave, but prefill is faster": (there(), [here(EARLIER, keeps_slo=True)], "prefill", "faster_there"),
     "beside streams that came with it": (there(800), [here(LATER)], "decode", "same_burst"),
+    "beside those, whose prompts were shorter": (there(800), [here(LATER, longest=64)], "prefill", "itl_budget"),
     "beside those, but prefill is as fast": (there(400), [here(LATER)], "prefill", "faster_there"),
     "decode computes another one first": (there(400), [here(queued=400)], "prefill", "faster_there"),
     "that, and prefill even more": (there(1600), [here(queued=400)], "decode", "idle"),

@@ -60,7 +60,9 @@ class Cores:
 
 
 @asynccontextmanager
-async def two_cores(directory: Path, *, split: bool, slo_s: float | None = None) -> AsyncIterator[Cores]:
+async def two_cores(
+    directory: Path, *, split: bool, slo_s: float | None = None, costs: Costs = COSTS
+) -> AsyncIterator[Cores]:
     directory.mkdir(exist_ok=True)
     async with running_system(
         directory, max_queue=1000, queue_timeout_s=30.0, clock=now
@@ -69,21 +71,23 @@ async def two_cores(directory: Path, *, split: bool, slo_s: float | None = None)
 
         def decode(name: str) -> TimedDecode:
             worker = TimedDecode(
-                system.context, system.pool.address, name, costs=COSTS, slo_s=slo_s, has_senders=split, **ROOM
+                system.context, system.pool.address, name, costs=costs, slo_s=slo_s, has_senders=split, **ROOM
             )
             system.start(worker)
             return worker
 
-        prefill = None
-        decodes = [decode("d0")]
+        decodes, prefill = [decode("d0")], None
         if split:
             prefill = TimedPrefill(
-                system.context, system.pool.address, "p0", decodes=list(decodes), token_s=COSTS.token_s, **ROOM
-            )
+                system.context, system.pool.address, "p0", decodes=list(decodes), costs=costs,
+                lent=lambda: decodes[0].idle, **ROOM,
+            )  # fmt: skip
+            decodes[0].lent = lambda: prefill.idle
             system.start(prefill)
             await system.linked(1)
         else:
             decodes.append(decode("d1"))
+            decodes[0].lent, decodes[1].lent = lambda: decodes[1].idle, lambda: decodes[0].idle
         await system.ready(2)
         yield Cores(system, decodes, prefill, counts)
         await system.idle()
@@ -167,3 +171,48 @@ async def test_times_to_first_tokens_are_as_predicted(tmp_path: Path) -> None:
         assert {where for where, _ in cores.counts.choices} == {"prefill", "decode"}
         assert len(cores.counts.ratios) >= 3, "as soon as both speeds are known"
         assert 0.6 <= statistics.median(cores.counts.ratios) <= 1.7
+
+
+DEMO = Costs(token_s=1 / 680, beside_s=0.00125, step_s=0.0235, sequence_s=0.0005)
+STREAMS, CALM_FROM_S, OVER_FROM_S, OVER_UNTIL_S = 8, 1.0, 4.0, 16.0
+
+
+async def overload(cores: Cores) -> tuple[list[float], list[float]]:
+    """Scenario d-over of `bench peers`: (when the streams' tokens came, when the long prompts were answered)."""
+    tokens: list[float] = []
+    answers: list[float] = []
+
+    async def stream() -> None:
+        while True:
+            tokens.extend(await cores.ask(64, 128))
+
+    async def prompt() -> None:
+        answers.append((await cores.ask(1500, 8))[0])
+
+    async def prompts() -> None:
+        await asyncio.sleep(OVER_FROM_S)
+        while True:
+            tasks.append(asyncio.create_task(prompt()))
+            await asyncio.sleep(2.0)
+
+    tasks = [asyncio.create_task(stream()) for _ in range(STREAMS)]
+    tasks.append(asyncio.create_task(prompts()))
+    await asyncio.sleep(OVER_UNTIL_S)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return tokens, answers
+
+
+@pytest.mark.timeout(60)
+@in_virtual_time
+async def test_readers_keep_their_tokens_under_an_overload_of_long_prompts(tmp_path: Path) -> None:
+    """What they lose is the second core; their own short prompts hardly wait for the long ones."""
+    async with two_cores(tmp_path, split=True, costs=DEMO) as cores:
+        began = now()
+        tokens, answers = await overload(cores)
+        calm = sum(CALM_FROM_S < at - began <= OVER_FROM_S for at in tokens) / (OVER_FROM_S - CALM_FROM_S)
+        over = sum(OVER_FROM_S < at - began <= OVER_UNTIL_S for at in tokens) / (OVER_UNTIL_S - OVER_FROM_S)
+        print(f"kept {over / calm:.2f}, {len(answers)} long prompts", cores.counts.choices)
+        assert over / calm >= 0.8
+        assert len(answers) >= 3

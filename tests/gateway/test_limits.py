@@ -126,6 +126,30 @@ async def test_nobody_passes_a_head_that_finds_no_place():
     await end([head])
 
 
+async def test_shortest_prompt_of_a_client_passes_a_head_that_finds_no_place_but_not_its_place():
+    queue, for_long, for_short = AdmissionQueue(10), Places(0), Places(1)
+
+    def wait(rank: float, length: int, places: Places, client: str = "c") -> asyncio.Task[Place]:
+        turn = Turn(rank, client, length=length)
+        return asyncio.create_task(queue.admit(turn, places.pick, 5.0))
+
+    head = wait(1.0, 100, for_long)
+    tasks = [wait(2.0, 50, for_long), wait(3.0, 10, for_short), wait(4.0, 10, for_short)]
+    await turns_of_the_loop()
+    assert [task.done() for task in tasks] == [False, True, False], "there is one place for short ones"
+    other = wait(0.0, 1, for_short, client="d")
+    await turns_of_the_loop()
+    for_short.free = 1
+    queue.wake()
+    await turns_of_the_loop()
+    assert (tasks[2].done(), other.done()) == (False, True), "whoever passes uses up its client's turn"
+    for_long.free = 1
+    queue.wake()
+    await turns_of_the_loop()
+    assert (head.done(), tasks[0].done()) == (True, False)
+    await end([*tasks, other])
+
+
 async def test_full_queue_refuses_the_next_one_but_not_a_known_one():
     queue, places = AdmissionQueue(1), Places(0)
     first = admit(queue, places)

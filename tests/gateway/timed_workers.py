@@ -1,20 +1,26 @@
 """Workers that take their time but compute nothing, with the scheduling of real ones: what a load does to a system,
 without the machine it would need.
 
-Prefill computes one prompt after another. A decode step takes a fixed time, some for each sequence in it, and some
-for each token of the prompt that it computes a part of; how large that part is, the real `Speeds` says.
+What a prefill step computes, the real scheduler says. A decode step takes a fixed time, some for each sequence in it,
+and some for each token of the prompt that it computes a part of; how large that part is, the real `Speeds` says. While
+a worker has nothing to do, its neighbour has its core, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.decode.speed import ChunkLimits, Speeds
-from pdserve.engine.rate import Rate
+from pdserve.engine.block_pool import BlockPool, root_key
+from pdserve.engine.rate import WORKER_WINDOW_S, Rate
+from pdserve.prefill.prompt import Work
+from pdserve.prefill.scheduler import PrefillLimits, Scheduler
 from pdserve.transfer.messages import Cancel, Message, Prefill, Tokens
 from pdserve.transfer.reports import Speed
-from tests.gateway.fake_worker import FakeDecode, FakePrefill, FakeWorker, Key, token_at
+from pdserve.transfer.sender import Outgoing
+from tests.gateway.fake_worker import FakeDecode, FakePrefill, FakeWorker, Key, layout, token_at
 from tests.gateway.harness import Sink
 
 BLOCK_TOKENS = 16
@@ -23,12 +29,17 @@ CHUNK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one core. `beside_s`: of a prompt's token in a step with others, where chunks are small."""
+    """Of one core. `beside_s`: of a prompt's token in a step with others, where chunks are small.
+
+    `two_cores`: the part of its time that a step needs with an idle neighbour's core. `sending`: the multiple of its
+    time that a step of prefill needs since it sends KV, and an idle decode worker takes it in on its core."""
 
     token_s: float = 0.001
     beside_s: float = 0.001
     step_s: float = 0.02
     sequence_s: float = 0.002
+    two_cores: float = 1.0
+    sending: float = 1.0
 
     def step(self, running: int, prompt_tokens: int) -> float:
         if not running:
@@ -50,6 +61,7 @@ class TimedDecode(FakeDecode):
     costs: Costs = field(default_factory=Costs)
     slo_s: float | None = None
     has_senders: bool = False
+    lent: Callable[[], bool] = lambda: False  # is the neighbour's core there to be used?
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,6 +72,10 @@ class TimedDecode(FakeDecode):
         self._running: set[Key] = set()
         self._chunk = 0
         self._ends_s: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self._ends_s is None
 
     def handle(self, message: Message) -> None:
         super().handle(message)
@@ -101,7 +117,7 @@ class TimedDecode(FakeDecode):
         if not self._running and not self._chunk:
             self._ends_s = None
             return
-        length_s = self.costs.step(len(self._running), self._chunk)
+        length_s = self.costs.step(len(self._running), self._chunk) * (self.costs.two_cores if self.lent() else 1.0)
         self.steps.append(Step(len(self._running), self._chunk, length_s))
         self.speeds.measured(len(self._running), self._chunk, length_s)
         self._ends_s = now + length_s
@@ -132,41 +148,67 @@ class TimedDecode(FakeDecode):
         return self.speeds.report(len(self.started), streaming_s)
 
 
+@dataclass(frozen=True)
+class Pipe:
+    """What the scheduler sees of a link."""
+
+    has_room: bool = True
+    copied_out: bool = True
+
+
 @dataclass(eq=False)
 class TimedPrefill(FakePrefill):
-    token_s: float = Costs().token_s
-    waiting: list[Prefill] = field(default_factory=list)
+    costs: Costs = field(default_factory=Costs)
+    lent: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.rate = Rate()
+        self.rate = Rate(WORKER_WINDOW_S)
+        pool = BlockPool(self.num_blocks, BLOCK_TOKENS, prefix_caching=False)
+        self.scheduler = Scheduler(pool, PrefillLimits(CHUNK_TOKENS), lambda salt: root_key("m", salt))
+        self._batch: list[Work] = []
         self._ends_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self._batch
 
     def handle(self, message: Message) -> None:
         if isinstance(message, Prefill):
-            self.live.add((message.request, message.attempt))
-            self.waiting.append(message)
-            if len(self.waiting) == 1:
-                self._begin(asyncio.get_running_loop().time())
+            key = message.request, message.attempt
+            self.live.add(key)
+            outgoing = Outgoing(*key, 1, 0, Pipe(), layout())  # type: ignore[arg-type]
+            self.scheduler.add(message, outgoing, asyncio.get_running_loop().time())
             return
         FakeWorker.handle(self, message)
-        self.waiting = [m for m in self.waiting if (m.request, m.attempt) in self.live]
+        for key in self.scheduler.keys - self.live:
+            self.scheduler.drop(key)
 
     def _begin(self, now: float) -> None:
-        self._ends_s = now + len(self.waiting[0].prompt) * self.token_s
+        self._batch = self.scheduler.plan(now, self.scheduler.limits.step_tokens(self.rate.per_s))
+        count = sum(work.count for work in self._batch)
+        length_s = count * self.costs.token_s * self.costs.sending * (self.costs.two_cores if self.lent() else 1.0)
+        if count:
+            self.rate.add(count, length_s)
+        self._ends_s = now + length_s
 
     def step(self) -> None:
-        if self.waiting and asyncio.get_running_loop().time() >= self._ends_s:
-            done = self.waiting.pop(0)
-            self.rate.add(len(done.prompt), len(done.prompt) * self.token_s)
-            FakePrefill.handle(self, done)
-            if self.waiting:
-                self._begin(self._ends_s)
+        now = asyncio.get_running_loop().time()
+        if not self._batch:
+            self._begin(now)
+        elif now >= self._ends_s:
+            for work in self._batch:
+                if work.prompt.key in self.scheduler.keys:
+                    self.scheduler.computed(work)
+                    if work.samples:
+                        self.scheduler.all_sent(work.prompt)
+                        self.scheduler.drop(work.prompt.key)
+                        FakePrefill.handle(self, work.prompt.message)
+            self._begin(self._ends_s)
 
     @property
     def speed(self) -> Speed:
-        left = max(self._ends_s - asyncio.get_running_loop().time(), 0.0) / self.token_s
-        self.queued_tokens = sum(len(m.prompt) for m in self.waiting[1:]) + round(left if self.waiting else 0)
+        self.queued_tokens = sum(prompt.num_missing for prompt in self.scheduler)
         return Speed(prompt_tokens_per_s=self.rate.per_s or 0.0)
 
 

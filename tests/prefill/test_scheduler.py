@@ -46,7 +46,7 @@ def add(
 
 def run(scheduler: Scheduler, now: float = 0.0) -> list[tuple[str, int, int]]:
     """One turn as the worker does it; returns (request, start, count) of its work."""
-    batch: list[Work] = scheduler.plan(now)
+    batch: list[Work] = scheduler.plan(now, scheduler.limits.chunk_tokens)
     for work in batch:
         scheduler.computed(work)
         if work.end == len(work.prompt.tokens):
@@ -68,6 +68,8 @@ def test_short_prompts_go_first_and_share_a_step() -> None:
     add(scheduler, "s1", [1, 2, 3])
     add(scheduler, "s2", [4, 5])
     assert run(scheduler) == [("s2", 0, 2), ("s1", 0, 3), ("long", 0, 5)]
+    add(scheduler, "s3", [1, 2, 3, 4, 5, 6])
+    assert run(scheduler) == [("s3", 0, 6)], "more than half of a step is enough where a prompt ends"
 
 
 def test_a_long_prompt_is_not_passed_for_ever() -> None:
@@ -79,6 +81,28 @@ def test_a_long_prompt_is_not_passed_for_ever() -> None:
         if any(name == "long" for name, _, _ in run(scheduler, now)):
             return
     pytest.fail("the long prompt never ran")
+
+
+def test_short_prompts_pass_one_that_has_waited_for_long_but_leave_it_a_quarter() -> None:
+    scheduler, _ = make(num_blocks=1000, chunk_tokens=10)
+    add(scheduler, "long", list(range(1000, 1200)))
+    waits: list[int] = []
+    computed = 0
+    for turn in range(60):
+        now = 100.0 + turn
+        add(scheduler, f"s{turn}", [turn] * 10, now=now)
+        work = run(scheduler, now)
+        computed += sum(count for name, _, count in work if name == "long")
+        waits += [turn - int(name[1:]) for name, _, _ in work if name != "long"]
+    assert 150 <= computed <= 160, "of 600"
+    assert waits[:20] == sorted(waits[:20])
+    assert waits[1] <= 1
+
+
+def test_step_takes_as_many_tokens_as_are_computed_in_a_moment() -> None:
+    limits = PrefillLimits(chunk_tokens=256)
+    assert [limits.step_tokens(rate) for rate in (None, 10.0, 800.0, 1e5)] == [256, 64, 120, 256]
+    assert PrefillLimits(chunk_tokens=8).step_tokens(10.0) == 8
 
 
 def test_cached_blocks_are_not_computed_again() -> None:

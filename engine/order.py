@@ -1,0 +1,19 @@
+"""Whose prompt is computed next, in the gateway's queue as at a prefill worker: the shortest, with ageing. Torch-free.
+
+All that wait age alike, so the difference between two ranks never changes: a rank can be kept in a heap.
+"""
+
+from __future__ import annotations
+
+AGEING_TOKENS_PER_S = 200.0  # a second of waiting outweighs this many tokens of length
+PRIORITY_TOKENS = 2000.0  # one priority level outweighs this many tokens of length: 10 s of waiting
+
+
+def length_tokens(missing_tokens: int, priority: int) -> float:
+    """What is to be computed of a prompt, moved by its priority. Shorter goes first."""
+    return missing_tokens + priority * PRIORITY_TOKENS
+
+
+def rank_tokens(missing_tokens: int, came_at_s: float, priority: int) -> float:
+    """The same with ageing; lower goes first. `came_at_s`: on any one clock."""
+    return length_tokens(missing_tokens, priority) + came_at_s * AGEING_TOKENS_PER_S
