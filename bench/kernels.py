@@ -1,13 +1,14 @@
 """`bench kernels`: how near the CPU kernels come to what this machine can do, on one thread, without a server.
 
 1. limits     what one core reads and copies, and computes in a large matrix product (torch's or ours, the faster one)
-2. linear     all matrix products of one step of the model, by our kernels and by torch's `F.linear`; the floor is the
-              larger of weights / read and operations / matrix product
+2. linear     all matrix products of one step of the model: by our kernels with weights as they are kept, and kept as
+              float32, and by torch's `F.linear`; the floor is the larger of float32 weights / read and operations /
+              matrix product
 3. attention  single new tokens over a paged cache, one layer of the model
-4. step       one decode step of the model, with its own modules and with fused ones, everything but the sampler; and
-              against the sum of its matrix products
+4. step       one decode step of the model, everything but the sampler: with its own modules, with fused ones and
+              weights kept as float32, and as they are kept; the last against the sum of its matrix products
 5. prompt     the same for a prompt in chunks, and its operations a second as a share of the large matrix product's
-6. quantised  steps and prompt once more, with int8 and int4 weights
+6. quantised  steps and prompt once more, with int8 and int4 weights, against weights kept as float32
 
 Every figure is the best of as many runs as fit `--seconds`, in processor time of the one thread: other work on the
 machine makes runs longer (it takes cache and memory bandwidth), never shorter, and waiting for a core does not count.
@@ -34,13 +35,16 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..engine.checkpoint import resolve
+from ..engine.fused import FusedLayer
 from ..engine.kv_cache import KVCache
 from ..engine.model import LoadedModel, load_model
+from ..engine.packed import PackedLinear, Weight
 from ..engine.runner import Chunk, Runner
 from ..kernels.attention_cpu import Workspace, attend_on_cpu
+from ..kernels.decoder_layer import DecoderLayer
 from ..kernels.library import level, native
-from ..kernels.linear import linear
 from ..kernels.quantized import QUANTIZATIONS, Quantization
+from ..kernels.strips import Form, StripWeight
 from .errors import BenchError
 from .machine import describe_machine
 
@@ -66,9 +70,10 @@ class LinearResult:
 
     rows: int
     native_ms: float
+    float32_ms: float
     torch_ms: float
     floor_ms: float
-    gb_s: float  # of weights
+    gb_s: float  # of float32 weights, kept as such
     gflop_s: float
 
 
@@ -84,16 +89,17 @@ class AttentionResult:
 class StepResult:
     rows: int
     own_ms: float
-    fused_ms: float
-    over_linears: float  # fused / all its matrix products by our kernels
+    float32_ms: float
+    native_ms: float
+    over_linears: float  # native / all its matrix products by our kernels
 
 
 @dataclass(frozen=True)
 class PromptResult:
     tokens: int
     own_ms: float
-    fused_ms: float
-    gflop_s: float  # of matrix products and attention, fused
+    native_ms: float
+    gflop_s: float  # of matrix products and attention
     share_of_gemm: float
 
 
@@ -133,7 +139,13 @@ class Stopwatch:
 def _large_products() -> tuple[Callable[[], object], Callable[[], object]]:
     """Torch's and ours; half a GFLOP each."""
     a, b = torch.randn(512, 1024), torch.randn(512, 1024)
-    return partial(F.linear, a, b), partial(linear, a, b)
+    return partial(F.linear, a, b), partial(_strips(b).product, a)
+
+
+def _strips(weight: Tensor, at_least: Form | None = None) -> StripWeight:
+    library = native()
+    assert library is not None
+    return StripWeight(weight, library, at_least)
 
 
 def measure_limits(watch: Stopwatch) -> Limits:
@@ -147,9 +159,9 @@ def measure_limits(watch: Stopwatch) -> Limits:
     )
 
 
-def _in_turn(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Callable[[], Tensor]:
-    turn = cycle(weights)
-    return lambda: product(x, next(turn))
+def _in_turn(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:
+    turn = cycle(products)
+    return lambda: next(turn)(x)
 
 
 def measure_linear(weights: Sequence[Tensor], rows: int, limits: Limits, watch: Stopwatch) -> LinearResult:
@@ -157,17 +169,22 @@ def measure_linear(weights: Sequence[Tensor], rows: int, limits: Limits, watch: 
     shapes: dict[torch.Size, list[Tensor]] = {}
     for weight in weights:
         shapes.setdefault(weight.shape, []).append(weight)
-    mine_s = torchs_s = 0.0
+    native_s = float32_s = torch_s = 0.0
     for shape, alike in shapes.items():
         x = torch.randn(rows, shape[1])
-        mine_s += len(alike) * watch.best_s(_in_turn(linear, x, alike), 1 / len(shapes))
-        torchs_s += len(alike) * watch.best_s(_in_turn(F.linear, x, alike), 1 / len(shapes))
+        kinds = (
+            [_strips(weight).product for weight in alike],
+            [_strips(weight, "float32").product for weight in alike],
+            [partial(F.linear, weight=weight) for weight in alike],
+        )
+        best = [len(alike) * watch.best_s(_in_turn(kind, x), 1 / len(shapes)) for kind in kinds]
+        native_s, float32_s, torch_s = native_s + best[0], float32_s + best[1], torch_s + best[2]
     parameters = sum(weight.numel() for weight in weights)
     operations = 2 * rows * parameters
     floor_s = max(4 * parameters / limits.read_gb_s, operations / limits.gemm_gflop_s) / 1e9
     return LinearResult(
-        rows, mine_s * 1e3, torchs_s * 1e3, floor_s * 1e3, 4 * parameters / mine_s / 1e9,
-        operations / mine_s / 1e9,
+        rows, native_s * 1e3, float32_s * 1e3, torch_s * 1e3, floor_s * 1e3, 4 * parameters / float32_s / 1e9,
+        operations / native_s / 1e9,
     )  # fmt: skip
 
 
@@ -196,24 +213,22 @@ def measure_attention(heads: int, kv_heads: int, head_dim: int, context: int, wa
     return AttentionResult(context, mine_s * 1e3, seconds(False) * 1e3, kv_bytes / mine_s / 1e9)
 
 
-def measure_steps(
-    model: LoadedModel, rows: Sequence[int], context: int, watch: Stopwatch
-) -> list[tuple[float, float]]:
-    """Seconds of a decode step and of all its matrix products by our kernels, for each number of rows."""
+def measure_steps(model: LoadedModel, rows: Sequence[int], context: int, watch: Stopwatch) -> list[tuple[float, float]]:
+    """Seconds of a decode step and of all its packed matrix products, for each number of rows."""
     per_sequence = -(-context // BLOCK_SIZE)
     runner = _runner(model, max(rows) * per_sequence)
     blocks = random.Random(0).sample(range(runner.cache.num_blocks), runner.cache.num_blocks)
-    weights, found = weights_of(model), []
+    weights, found = packed_weights(model), []
     for count in rows:
         chunks = [
             Chunk([10 + row], context - 1, blocks[row * per_sequence : (row + 1) * per_sequence], True)
             for row in range(count)
         ]
-        inputs = [torch.randn(count, weight.shape[1]) for weight in weights]
+        inputs = [torch.randn(count, k) for _, k in weights]
 
         def products(inputs: list[Tensor] = inputs) -> None:
-            for x, weight in zip(inputs, weights, strict=True):
-                linear(x, weight)
+            for x, (weight, _) in zip(inputs, weights, strict=True):
+                weight.product(x)
 
         step_s, products_s = watch.best_each_s([partial(runner.forward, chunks), products], 4.0)
         found.append((step_s, products_s))
@@ -239,20 +254,19 @@ def measure_prompt(model: LoadedModel, watch: Stopwatch) -> tuple[float, float]:
     return total_s, product_s
 
 
-def prompt_operations(model: LoadedModel) -> int:
+def prompt_operations(model: LoadedModel, weights: Sequence[Tensor]) -> int:
     """Additions and multiplications of a prompt's matrix products and attention; logits of the last token alone."""
     tokens, config = prompt_tokens(model), model.module.config.get_text_config()
-    head = weights_of(model)[-1]  # the last module of a causal model
-    weights = sum(weight.numel() for weight in weights_of(model)[:-1])
+    *of_layers, head = (weight.numel() for weight in weights)  # the head is the last module of a causal model
     pairs = tokens * (tokens + 1) // 2 * config.num_attention_heads
     attention: int = sum(2 * pairs * (shape.k_head_dim + shape.v_head_dim) for shape in model.layout.layers)
-    return 2 * tokens * weights + 2 * head.numel() + attention
+    return 2 * tokens * sum(of_layers) + 2 * head + attention
 
 
-def _prompt_result(model: LoadedModel, own_s: float, fused_s: float, product_s: float) -> PromptResult:
-    gflop_s = prompt_operations(model) / fused_s / 1e9
+def _prompt_result(tokens: int, operations: int, own_s: float, native_s: float, product_s: float) -> PromptResult:
+    gflop_s = operations / native_s / 1e9
     share = gflop_s / (LARGE_PRODUCT_OPERATIONS / product_s / 1e9)
-    return PromptResult(prompt_tokens(model), own_s * 1e3, fused_s * 1e3, gflop_s, share)
+    return PromptResult(tokens, own_s * 1e3, native_s * 1e3, gflop_s, share)
 
 
 def _runner(model: LoadedModel, num_blocks: int) -> Runner:
@@ -263,8 +277,21 @@ def _runner(model: LoadedModel, num_blocks: int) -> Runner:
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
-    weights = [module.weight for module in model.module.modules() if isinstance(module, nn.Linear)]
-    return [weight for weight in weights if weight.dtype == torch.float32]
+    """Of a model with its own modules."""
+    return [module.weight for module in model.module.modules() if isinstance(module, nn.Linear)]
+
+
+def packed_weights(model: LoadedModel) -> list[tuple[Weight, int]]:
+    """And how many values each takes; none of a model with its own modules."""
+    found: list[tuple[Weight, int]] = []
+    for module in model.module.modules():
+        if isinstance(module, FusedLayer):
+            for part in module.layer.weights.projections.values() if isinstance(module.layer, DecoderLayer) else ():
+                assert not isinstance(part.weight, Tensor)
+                found.append((part.weight, part.shape[1]))
+        elif isinstance(module, PackedLinear):
+            found.append((module.weight, module.in_features))
+    return found
 
 
 def compare_quantized(
@@ -285,10 +312,11 @@ def compare_quantized(
     ]
 
 
-def _load(name: str, fused: bool, quantization: Quantization | None = None) -> LoadedModel:
+def _load(name: str, fused: bool, quantization: Quantization | None = None, form: Form | None = None) -> LoadedModel:
     return load_model(
         resolve(name), fingerprint="bench", dtype="float32", device="cpu", max_model_len=None,
         trust_remote_code=False, fused_modules=fused, quantization=quantization,
+        weight_form=form,
     )  # fmt: skip
 
 
@@ -336,30 +364,41 @@ def main(arguments: list[str]) -> int:
         limits = measure_limits(watch)
         own = _load(args.model, fused=False)
         own_steps, own_prompt = measure_steps(own, rows, args.context, watch), measure_prompt(own, watch)
-        del own
-        gc.collect()
-        fused = _load(args.model, fused=True)
-        fused_steps, fused_prompt = measure_steps(fused, rows, args.context, watch), measure_prompt(fused, watch)
-        steps = [
-            StepResult(count, own_s * 1e3, step_s * 1e3, step_s / products_s)
-            for count, (own_s, _), (step_s, products_s) in zip(rows, own_steps, fused_steps, strict=True)
-        ]
-        prompt = _prompt_result(fused, own_prompt[0], *fused_prompt)
-        linears = [measure_linear(weights_of(fused), count, limits, watch) for count in rows]
-        config, shape = fused.module.config.get_text_config(), fused.layout.layers[0]
+        linears = [measure_linear(weights_of(own), count, limits, watch) for count in rows]
+        tokens, operations = prompt_tokens(own), prompt_operations(own, weights_of(own))
+        config, shape = own.module.config.get_text_config(), own.layout.layers[0]
         attentions = [
             measure_attention(config.num_attention_heads, shape.kv_heads, shape.k_head_dim, context, watch)
             for context in contexts
         ]
-        del fused
-        float32_s = [*(step_s for step_s, _ in fused_steps), fused_prompt[0]]
+        del own
+        gc.collect()
+        plain = _load(args.model, fused=True, form="float32")
+        plain_steps, plain_prompt = measure_steps(plain, rows, args.context, watch), measure_prompt(plain, watch)
+        del plain
+        gc.collect()
+        kept = _load(args.model, fused=True)
+        kept_steps, kept_prompt = measure_steps(kept, rows, args.context, watch), measure_prompt(kept, watch)
+        del kept
+        gc.collect()
+        steps = [
+            StepResult(count, own_s * 1e3, plain_s * 1e3, kept_s * 1e3, kept_s / products_s)
+            for count, (own_s, _), (plain_s, _), (kept_s, products_s) in zip(
+                rows, own_steps, plain_steps, kept_steps, strict=True
+            )
+        ]
+        prompt = _prompt_result(tokens, operations, own_prompt[0], *kept_prompt)
+        float32_s = [*(step_s for step_s, _ in plain_steps), plain_prompt[0]]
         quantized = compare_quantized(args.model, rows, args.context, watch, float32_s)
     console = Console(width=REPORT_WIDTH)
     console.print(f"{machine.cpu}, load {machine.load_average}, kernels for {level()}, one thread")
     console.print(f"pdserve bench kernels {shlex.join(arguments)}", style="bold")
     _print_table(console, "limits", [limits], ["read GB/s", "copy GB/s", "matrix product GFLOP/s"])
     _print_table(
-        console, "matrix products of a step, ms", linears, ["rows", "C", "F.linear", "floor", "GB/s", "GFLOP/s"]
+        console,
+        "matrix products of a step, ms",
+        linears,
+        ["rows", "as kept", "float32", "F.linear", "floor", "GB/s", "GFLOP/s"],
     )
     _print_table(
         console, f"attention of {ATTENTION_SEQUENCES} sequences, one layer, ms", attentions,
@@ -367,11 +406,11 @@ def main(arguments: list[str]) -> int:
     )  # fmt: skip
     _print_table(
         console, f"step at {args.context} tokens of context, ms", steps,
-        ["rows", "own modules", "fused", "fused / its products in C"],
+        ["rows", "own modules", "fused, float32", "as kept", "as kept / its products"],
     )  # fmt: skip
     _print_table(
         console, f"prompt in chunks of {CHUNK_TOKENS}, ms", [prompt],
-        ["tokens", "own modules", "fused", "GFLOP/s", "of the large product's"],
+        ["tokens", "own modules", "as kept", "GFLOP/s", "of the large product's"],
     )  # fmt: skip
     _print_table(
         console, "the same with quantised weights, ms", quantized,

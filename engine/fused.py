@@ -1,11 +1,11 @@
-"""Modules of a transformers model replaced by ones on our kernels: in C on the CPU, where weights are shared and never
-copied; on a GPU with q, k, v and gate, up joined, of which the original weights become views.
+"""Decoder layers of a transformers model replaced by ones on our kernels.
 
-Two kinds: every plain `nn.Linear` (in C only), and whole decoder layers. A layer is recognised by what it is made of
-(pre-norm, q, k, v and o projections, joined or apart, perhaps norms of q and k, a gated MLP or one of its own kind),
-not by its name. What a list of parts cannot show (another formula in the norm, scaled residuals, a query scaled by its
-position) shows in numbers: the model runs a few tokens, early and late positions among them, before and after, and
-keeps its own layers if any layer's queries, keys, values or settings of attention, or the logits, differ.
+In C on the CPU, over the model's own weights until these are packed (`packed`); on a GPU with q, k, v and gate, up
+joined, of which the original weights become views. A layer is recognised by what it is made of (pre-norm, q, k, v and o
+projections, joined or apart, perhaps norms of q and k, a gated MLP or one of its own kind), not by its name. What a
+list of parts cannot show (another formula in the norm, scaled residuals, a query scaled by its position) shows in
+numbers: the model runs a few tokens, early and late positions among them, before and after, and keeps its own layers if
+any layer's queries, keys, values or settings of attention, or the logits, differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from ..kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection, Scratch
 from ..kernels.joined_layer import JoinedLayer
 from ..kernels.library import native
-from ..kernels.linear import linear
 from ..transfer.errors import ConfigError, UnsupportedModel
 from .hook import AttentionCall, Seat, seat_of
 from .probe import Observation, observe
@@ -41,19 +40,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.5, torch.bfloat16: 0.5}
 COMPILED = ("attention_inputs", "attention_outputs", "add_mlp")  # of a joined layer
 
 Kernels = Callable[[LayerWeights], DecoderLayer | JoinedLayer | None]  # a layer of ours, unless it is not for them
-
-
-class NativeLinear(nn.Linear):
-    """`nn.Linear` by our kernels, over the very parameters of the module it replaces (so tied ones stay tied)."""
-
-    def __init__(self, original: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = original.in_features, original.out_features
-        self.weight, self.bias = original.weight, original.bias
-        self.train(original.training)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
 
 
 class FusedLayer(nn.Module):
@@ -144,10 +130,6 @@ def fuse(module: PreTrainedModel, max_model_len: int, kernels: Kernels | None) -
         return
     before, _ = _observe(module, max_model_len)
     replaced = {} if before is None else _fuse_layers(module, before.calls, kernels)
-    if kernels is in_c:
-        for name, child in list(module.named_modules()):
-            if type(child) is nn.Linear:
-                module.set_submodule(name, NativeLinear(child))
     if before is None or not replaced:
         return
     after, reason = _observe(module, max_model_len)

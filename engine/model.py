@@ -18,11 +18,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from ..kernels.strips import Form
 from ..transfer.errors import CheckpointError, ConfigError, UnsupportedModel
 from ..transfer.layout import KVLayout, Weights
 from .fused import fuse, kernels_for
 from .kv_cache import TORCH_DTYPES
 from .model_directory import read_json, tensor_names, weight_files
+from .packed import pack_floats
 from .probe import probe_layers
 from .quantized import WeightFormat, quantize_linears, require_quantizable
 from .torchao_weights import quantize_by_torchao
@@ -57,6 +59,7 @@ def load_model(
     trust_remote_code: bool,
     fused_modules: bool = True,
     quantization: WeightFormat | None = None,
+    weight_form: Form | None = None,
 ) -> LoadedModel:
     """Load the Hugging Face directory at `path` for inference.
 
@@ -77,7 +80,12 @@ def load_model(
     module.train(False)
     module.requires_grad_(False)
     return describe(
-        module, fingerprint=fingerprint, max_model_len=limit, fused_modules=fused_modules, quantization=quantization
+        module,
+        fingerprint=fingerprint,
+        max_model_len=limit,
+        fused_modules=fused_modules,
+        quantization=quantization,
+        weight_form=weight_form,
     )
 
 
@@ -88,15 +96,23 @@ def describe(
     max_model_len: int,
     fused_modules: bool = True,
     quantization: WeightFormat | None = None,
+    weight_form: Form | None = None,
 ) -> LoadedModel:
     """Probe a module that is in memory, then let the kernels in C do what they can of it; in float32 on the CPU, and
-    checked as such, it may be quantised after that. Raises UnsupportedModel."""
+    checked as such, its weights are packed after that, or quantised. Raises UnsupportedModel.
+
+    `weight_form`: no shorter one for packed weights, for comparison.
+    """
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise UnsupportedModel(f"{type(module).__name__}: its forward has no logits_to_keep")
     layers, vocab_size = probe_layers(module)
     if fused_modules:
         fuse(module, max_model_len, kernels_for(module))
-    weights = "none" if quantization is None else _quantize(module, quantization)
+    weights: Weights = "none"
+    if quantization is not None:
+        weights = _quantize(module, quantization)
+    elif fused_modules:
+        pack_floats(module, weight_form)
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == module.dtype)
     return LoadedModel(
         module=module,

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from .attention_native import NativeStep, PagedLayer
 from .quantized import CProjection, PackedWeight, scratch_bytes
+from .strips import StripWeight
+
+ROWS = 32  # the kind of a weight that is not packed, in native/linear.h
+
+PackedProjection = StripWeight | PackedWeight
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Projection:
-    weight: Tensor | PackedWeight  # [out, in]
+    weight: Tensor | PackedProjection  # [out, in]
     bias: Tensor | None  # [out]
 
     @property
@@ -31,10 +36,10 @@ class Projection:
         return outs, k
 
     def for_c(self) -> CProjection:
-        if isinstance(self.weight, PackedWeight):
+        if not isinstance(self.weight, Tensor):
             return self.weight.projection(_address(self.bias))
         outs, k = self.shape
-        return CProjection(bits=32, outs=outs, k=k, data=_address(self.weight), bias=_address(self.bias))
+        return CProjection(kind=ROWS, outs=outs, k=k, data=_address(self.weight), bias=_address(self.bias))
 
 
 @dataclass(frozen=True)

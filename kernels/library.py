@@ -42,7 +42,7 @@ MAX_REASON_CHARS = 300
 _Type = type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float]
 _TYPES: dict[str, _Type] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 SIGNATURES = {  # a letter for every argument
-    "pd_linear": "pipppipiiii",
+    "pd_linear": "ppipi",
     "pd_attention_inputs": "ppppipppi",
     "pd_attention_outputs": "ppppppi",
     "pd_gated_mlp": "pppppi",

@@ -44,6 +44,10 @@ class QuantizedWeight:
             return self.values.float() * self.scales[:, None]
         return (self.minima[..., None].float() + self.scales[..., None].float() * self.values).flatten(1)[:, : self.k]
 
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # [..., k] float32 → [..., out]
+        y = product_by_definition(x.reshape(-1, self.k), self)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], y.shape[1])
+
 
 def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight:  # weight: [out, k] float32
     """The nearest values. A weight that is not finite makes its output NaN, as it would have been."""
@@ -86,10 +90,10 @@ def product_by_definition(x: Tensor, weight: QuantizedWeight) -> Tensor:  # [row
 
 
 class CProjection(ctypes.Structure):
-    """`Projection` of native/quantized.h."""
+    """`Projection` of native/linear.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "outs", "k")),
+        *((name, ctypes.c_int64) for name in ("kind", "outs", "k")),
         *((name, ctypes.c_void_p) for name in ("data", "scales", "bias")),
     )
 
@@ -116,7 +120,7 @@ class PackedWeight:
     def projection(self, bias_address: int | None) -> CProjection:
         """For C; this weight must outlive its use."""
         return CProjection(
-            bits=8 if self.kind == "int8" else 4, outs=self.shape[0], k=self.shape[1], data=self._data.data_ptr(),
+            kind=8 if self.kind == "int8" else 4, outs=self.shape[0], k=self.shape[1], data=self._data.data_ptr(),
             scales=None if self._scales is None else self._scales.data_ptr(), bias=bias_address,
         )  # fmt: skip
 

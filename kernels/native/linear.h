@@ -5,16 +5,20 @@
 
 #include <stdint.h>
 
-/* A weight [outs, k] and its bias. `bits` says what the weight is: 32 contiguous floats; 8 and 4 see quantized.c. */
+/* What a weight [outs, k] is kept as. The first two kinds are multiplied as integers, see quantized.c, and the others as
+ * the float32 numbers that they stand for, see strips.c. */
+enum { INT4 = 4, INT8 = 8, ROWS = 32, FLOATS, HALVES, BFLOATS, BYTES, NIBBLES };
+
+/* A weight [outs, k] and its bias. */
 typedef struct {
-    int64_t bits, outs, k;
+    int64_t kind, outs, k;
     const void *data;
-    const float *scales; /* 8 bits: [outs, filled up to whole strips] */
+    const float *scales; /* INT8: [outs, filled up to whole strips] */
     const float *bias;   /* [outs] or null */
 } Projection;
 
 /* y [rows, outs] = x [rows, k] @ w.T (+ bias) (+ residual). Residual [rows, outs] may be null, or y itself. Strides, in
- * floats, are those of rows. `activations` are x for a quantised weight, and not looked at for another. */
+ * floats, are those of rows. `activations` are x for a product of integers, and not looked at for another. */
 typedef struct {
     const float *x;
     const Projection *w;
@@ -37,7 +41,7 @@ void linear_item(const Linear *linear, const Cut *cut, int64_t item);
 /* `count` products, which must not need each other. */
 void run_linears(const Linear *linears, int64_t count);
 
-/* Rows [first .. end) of columns [col .. last) of a product with a quantised weight; col is a multiple of 16. */
+/* Rows [first .. end) of columns [col .. last) of a product of integers; col is a multiple of 16. */
 void quantized_part(const Linear *linear, int64_t first, int64_t end, int64_t col, int64_t last);
 
 #endif

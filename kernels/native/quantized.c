@@ -305,7 +305,7 @@ static void part_int4(const Linear *job, int64_t first, int64_t end, int64_t str
 
 void quantized_part(const Linear *linear, int64_t first, int64_t end, int64_t col, int64_t last) {
     const int64_t strip = col / LANES, last_strip = (last + LANES - 1) / LANES;
-    if (linear->w->bits == 8) part_int8(linear, first, end, strip, last_strip);
+    if (linear->w->kind == INT8) part_int8(linear, first, end, strip, last_strip);
     else part_int4(linear, first, end, strip, last_strip);
 }
 

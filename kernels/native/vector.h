@@ -78,6 +78,27 @@ INLINE vec load_bytes_part(const int8_t *from, int64_t count) {
     for (int64_t i = 0; i < count; i++) some[i] = from[i];
     return load_bytes(some);
 }
+/* LANES floats of which only the upper 16 bits are there. */
+INLINE vec load_upper_halves(const void *from) {
+#if LANES == 16
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
+#elif LANES == 8
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
+#else
+    uint16_t upper[LANES];
+    memcpy(upper, from, sizeof upper);
+    return (vec)((ivec){upper[0], upper[1], upper[2], upper[3]} << 16);
+#endif
+}
+/* The lowest four bits of every lane, as a float. */
+INLINE vec low_nibbles(ivec bits) {
+#if LANES == 16
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (vec)_mm512_permutexvar_ps((__m512i)bits, numbers); /* looks at these bits only */
+#else
+    return __builtin_convertvector(bits & 15, vec);
+#endif
+}
 INLINE vec splat(float value) { return value - (vec){0}; }
 
 /* Lanes folded in halves down to four, always in the same order. */

@@ -20,7 +20,7 @@ from pdserve.engine.cores import Cores, take_cores
 from pdserve.engine.setup import EngineConfig
 from pdserve.engine.worker_flags import WorkerConfig
 from pdserve.kernels.library import native
-from pdserve.kernels.linear import linear
+from pdserve.kernels.strips import StripWeight
 from pdserve.kernels.threads import helped_seconds, set_helpers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the board takes Linux")
@@ -200,7 +200,9 @@ def two_cores() -> tuple[int, int]:
 def some_work() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 576, generator=generator) for size in (16, 1536))
-    return linear(x, weight)
+    library = native()
+    assert library is not None
+    return StripWeight(weight, library).product(x)
 
 
 def helped_by(work: Callable[[], object], seconds: float) -> bool:

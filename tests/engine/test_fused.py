@@ -1,4 +1,4 @@
-"""Modules on the kernels in C: which models get them, that they compute the same, and that weights are not copied."""
+"""Layers on the kernels in C: which models get them, and that they compute the same."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pdserve.engine import fused as fused_module
-from pdserve.engine.fused import FusedLayer, NativeLinear
+from pdserve.engine import packed as packed_module
+from pdserve.engine.fused import FusedLayer
 from pdserve.engine.model import LoadedModel, describe
+from pdserve.engine.packed import PackedLinear
 from pdserve.engine.runner import Chunk, Runner
 from pdserve.kernels import attention_native
-from pdserve.kernels import linear as linear_module
 from pdserve.kernels.library import open_library
 from tests.engine.tiny_models import build, load, poisoned_cache, prompts
 from tests.kernels.conftest import RUNNABLE
@@ -32,7 +33,7 @@ def count(model: nn.Module, kind: type[nn.Module]) -> int:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, library: ctypes.CDLL | None) -> None:
-    for module in (fused_module, linear_module, attention_native):
+    for module in (fused_module, packed_module, attention_native):
         monkeypatch.setattr(module, "native", lambda: library)
 
 
@@ -66,7 +67,7 @@ def test_other_layers_are_left_as_they_are_but_for_their_linears(family: str) ->
     linears = sum(type(module) is nn.Linear for module in model.modules())
     load(model)
     assert count(model, FusedLayer) == 0
-    assert count(model, NativeLinear) == linears
+    assert count(model, PackedLinear) == linears
 
 
 @pytest.mark.parametrize("level", RUNNABLE)
@@ -110,17 +111,6 @@ def test_a_decoding_sequence_has_the_same_logits_to_the_bit_alone_and_beside_oth
         assert torch.equal(run(loaded, [CHUNKS[row]])[0], together[row])
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "phi3", "gemma2"])
-def test_no_weight_is_copied_and_tied_ones_stay_tied(family: str) -> None:
-    model = build(family)
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
-    before = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
-    load(model)
-    assert {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()} == before
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-
-
 def test_what_shows_only_at_late_positions_keeps_a_model_as_it_is() -> None:
     model = build("llama")
 
@@ -160,5 +150,5 @@ def test_a_model_keeps_its_own_modules_where_the_kernels_cannot_or_shall_not_run
     if change == "no compiler":
         use(monkeypatch, None)
     loaded = describe(model, fingerprint="f", max_model_len=200, fused_modules=change != "flag")
-    assert count(model, FusedLayer) == count(model, NativeLinear) == 0
+    assert count(model, FusedLayer) == count(model, PackedLinear) == 0
     assert run(loaded, CHUNKS).isfinite().all()

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pdserve.engine import fused as fused_module
+from pdserve.engine import packed as packed_module
 from pdserve.engine import quantized as quantized_module
-from pdserve.engine.fused import FusedLayer, NativeLinear
+from pdserve.engine.fused import FusedLayer
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model import LoadedModel, describe, load_model
-from pdserve.engine.quantized import QuantizedLinear
+from pdserve.engine.packed import PackedLinear
 from pdserve.engine.runner import Chunk, Runner
-from pdserve.kernels import linear as linear_module
 from pdserve.kernels.quantized import QUANTIZATIONS, Quantization
 from pdserve.transfer.errors import ConfigError
 from tests.engine.test_fused import CHUNKS, count, run
@@ -63,7 +63,7 @@ def test_layers_compute_what_their_quantised_linears_would(family: str, kind: Qu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_quantised(family: str, kind: Quantization) -> None:
     loaded = load(family, kind)
-    assert not any(type(module) in (nn.Linear, NativeLinear) for module in loaded.module.modules())
+    assert not any(type(module) is nn.Linear for module in loaded.module.modules())
     assert run(loaded, CHUNKS).isfinite().all()
 
 
@@ -128,14 +128,14 @@ def test_only_embeddings_norms_and_biases_stay_float32(family: str) -> None:
     model.tie_weights()
     describe(model, fingerprint="f", max_model_len=200, quantization="int8")
     assert {name.split(".")[-2] for name, weight in model.named_parameters() if weight.dim() > 1} == {"embed_tokens"}
-    assert isinstance(model.get_output_embeddings(), QuantizedLinear)
+    assert isinstance(model.get_output_embeddings(), PackedLinear)
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_without_a_compiler_torch_computes_the_same(kind: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     in_c = run(load("llama", kind), CHUNKS)
-    for module in (fused_module, linear_module, quantized_module):
+    for module in (fused_module, packed_module, quantized_module):
         monkeypatch.setattr(module, "native", lambda: None)
     loaded = load("llama", kind)
     assert count(loaded.module, FusedLayer) == 0

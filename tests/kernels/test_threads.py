@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention_native import attend_in_c, native_step, paged_layer
 from pdserve.kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
+from pdserve.kernels.strips import StripWeight
 from pdserve.kernels.threads import MOST_HELPERS, helped_seconds, set_helpers
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 72, 6, 2, 12, 165
@@ -35,12 +36,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def product(library: ctypes.CDLL, x: Tensor, weight: Tensor) -> Tensor:
-    (rows, k), outs = x.shape, len(weight)
-    y = x.new_full((rows, outs), float("nan"))
-    library.pd_linear(
-        x.data_ptr(), k, weight.data_ptr(), None, None, 0, y.data_ptr(), outs, rows, outs, k
-    )  # fmt: skip
-    return y
+    return StripWeight(weight, library).product(x)
 
 
 def layer(library: ctypes.CDLL) -> DecoderLayer:

@@ -1,0 +1,302 @@
+/* y = x @ w.T (+ bias) (+ residual) in float32.
+ *
+ * Weights lie in strips of LANES columns, and along K in groups of GROUP, the last of which is filled up with zeros.
+ * What a strip holds stands for float32 numbers, exactly, in as few bytes as these need: a step of few rows takes as
+ * long as its weights take to come from memory.
+ *   FLOATS   GROUP vectors of LANES numbers
+ *   HALVES   the same in half precision
+ *   BFLOATS  the same without the lower 16 bits, which are zeros
+ *   BYTES    LANES scales in half precision, then GROUP times LANES signed bytes. weight = scale * byte
+ *   NIBBLES  LANES scales and LANES minima in half precision, then GROUP / 8 times LANES words of eight values along K,
+ *            the first in the lowest bits. weight = min + scale * value
+ * Products of a scale and so short a number are exact, so these are the numbers in a file of such weights. ROWS are no
+ * strips but [outs, k] floats as torch has them.
+ *
+ * Every element is one sum, in the order of K. The tile it happens to be in, or the thread, or the rows beside it do not
+ * change that, so they cannot change a row's bits. Few rows multiply what a strip holds at once (`direct`); for more, a
+ * panel of it is made floats, in L1, and multiplied by tile after tile of rows.
+ */
+#include "strips.h"
+#include "integer.h"
+#include "vector.h"
+
+#define UNROLLED _Pragma("GCC unroll 32")
+#define ROLLED _Pragma("GCC unroll 1")
+#define HALF_ROLLED _Pragma("GCC unroll 2")
+#define WORD 8 /* values along K in a word of nibbles */
+#define MOST_SUMS 24 /* in a tile */
+#define CHUNK 3      /* groups in a panel */
+#define PANEL_STRIPS 2
+#if LANES == 16
+#define MOST_TILE_ROWS 12 /* with two strips: 24 of 32 registers hold sums */
+#define MOST_DIRECT_ROWS 8
+#else
+#define MOST_TILE_ROWS 6 /* 12 of 16 */
+#define MOST_DIRECT_ROWS 4
+#endif
+
+INLINE int64_t group_bytes(const int kind) {
+    switch (kind) {
+    case HALVES: case BFLOATS: return 2 * LANES * GROUP;
+    case BYTES: return 2 * LANES + LANES * GROUP;
+    case NIBBLES: return 4 * LANES + LANES * GROUP / 2;
+    default: return 4 * LANES * GROUP;
+    }
+}
+
+INLINE int64_t num_groups(const Projection *w) { return (w->k + GROUP - 1) / GROUP; }
+
+INLINE const uint8_t *strip_at(const int kind, const Projection *w, int64_t strip) {
+    return (const uint8_t *)w->data + strip * num_groups(w) * group_bytes(kind);
+}
+
+/* What is the same for all values of a strip's group. */
+typedef struct {
+    vec scale, min;
+} Terms;
+
+INLINE Terms terms_at(const int kind, const uint8_t *group) {
+    Terms terms = {{0}, {0}};
+    if (kind == BYTES || kind == NIBBLES) terms.scale = load_halves(group);
+    if (kind == NIBBLES) terms.min = load_halves(group + 2 * LANES);
+    return terms;
+}
+
+INLINE ivec word_at(const int kind, const uint8_t *group, int64_t at) {
+    return kind == NIBBLES ? bytes_at(group + 4 * LANES + at / WORD * 4 * LANES) : (ivec){0};
+}
+
+/* The LANES numbers at a place of a group; of NIBBLES, those lowest in the word, which moves on to the next. */
+INLINE vec floats_at(const int kind, const uint8_t *group, Terms terms, int64_t at, ivec *word) {
+    switch (kind) {
+    case HALVES: return load_halves(group + at * 2 * LANES);
+    case BFLOATS: return load_upper_halves(group + at * 2 * LANES);
+    case BYTES: return load_bytes((const int8_t *)group + 2 * LANES + at * LANES) * terms.scale;
+    case NIBBLES: {
+        const vec values = low_nibbles(*word) * terms.scale + terms.min;
+        *word = *word >> 4;
+        return values;
+    }
+    default: return load((const float *)group + at * LANES);
+    }
+}
+
+INLINE void expand(const int kind, const uint8_t *group, float *to) { /* [GROUP, LANES] */
+    const Terms terms = terms_at(kind, group);
+    ROLLED for (int64_t at = 0; at < GROUP;) {
+        ivec word = word_at(kind, group, at);
+        UNROLLED for (int i = 0; i < WORD; i++, at++) store(to + at * LANES, floats_at(kind, group, terms, at, &word));
+    }
+}
+
+/* The same, out of line: for the last group, which is not whole. */
+#define EXPAND(name, kind)                                                                                           \
+    static void __attribute__((noinline)) name(const uint8_t *group, float *to) { expand(kind, group, to); }
+EXPAND(expand_floats, FLOATS)
+EXPAND(expand_halves, HALVES)
+EXPAND(expand_bfloats, BFLOATS)
+EXPAND(expand_bytes, BYTES)
+EXPAND(expand_nibbles, NIBBLES)
+INLINE void expand_last(const int kind, const uint8_t *group, float *to) {
+    switch (kind) {
+    case HALVES: expand_halves(group, to); break;
+    case BFLOATS: expand_bfloats(group, to); break;
+    case BYTES: expand_bytes(group, to); break;
+    case NIBBLES: expand_nibbles(group, to); break;
+    default: expand_floats(group, to);
+    }
+}
+
+/* y at a row and a strip = sums (+ bias) (+ residual). */
+static void finish(const Linear *job, int64_t row, int64_t strip, vec sums) {
+    const int64_t col = strip * LANES, left = job->w->outs - col;
+    float *y = job->y + row * job->y_stride + col;
+    const float *bias = job->w->bias ? job->w->bias + col : 0;
+    const float *residual = job->residual ? job->residual + row * job->residual_stride + col : 0;
+    if (left >= LANES) {
+        if (bias) sums += load(bias);
+        if (residual) sums += load(residual);
+        store(y, sums);
+    } else {
+        if (bias) sums += load_part(bias, left);
+        if (residual) sums += load_part(residual, left);
+        store_part(y, sums, left);
+    }
+}
+
+static void __attribute__((noinline)) finish_tile(const Linear *job, int64_t row, int64_t rows, int64_t strip,
+                                                  int strips, int sums_apart, const vec *sums) { /* [rows, sums_apart] */
+    for (int64_t r = 0; r < rows; r++)
+        for (int s = 0; s < strips; s++) finish(job, row + r, strip + s, sums[r * sums_apart + s]);
+}
+
+/* --- few rows ---------------------------------------------------------------------------------------------------- */
+
+/* All rows [row .. row + rows) of some strips. */
+INLINE void direct(const int kind, const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+    const int64_t k = job->w->k, stride = job->x_stride, size = num_groups(job->w) * group_bytes(kind);
+    const int64_t ahead = (strips >= 4 ? 4 : 8) * group_bytes(kind);
+    const float *x = job->x + row * stride;
+    const uint8_t *group = strip_at(kind, job->w, strip);
+    vec sums[MOST_SUMS];
+    UNROLLED for (int i = 0; i < rows * strips; i++) sums[i] = (vec){0};
+    int64_t left = k;
+    for (; left >= GROUP; left -= GROUP, group += group_bytes(kind), x += GROUP) {
+        Terms terms[8];
+        UNROLLED for (int s = 0; s < strips; s++) {
+            terms[s] = terms_at(kind, group + s * size);
+            ROLLED for (int64_t line = 0; line < group_bytes(kind); line += 64)
+                __builtin_prefetch(group + s * size + ahead + line, 0, 3);
+        }
+        ROLLED for (int64_t at = 0; at < GROUP;) {
+            ivec words[8];
+            UNROLLED for (int s = 0; s < strips; s++) words[s] = word_at(kind, group + s * size, at);
+            HALF_ROLLED for (int i = 0; i < WORD; i++, at++)
+                UNROLLED for (int s = 0; s < strips; s++) {
+                    const vec w = floats_at(kind, group + s * size, terms[s], at, words + s);
+                    UNROLLED for (int r = 0; r < rows; r++) sums[r * strips + s] += splat(x[r * stride + at]) * w;
+                }
+        }
+    }
+    if (left > 0)
+        UNROLLED for (int s = 0; s < strips; s++) {
+            float floats[GROUP * LANES];
+            expand_last(kind, group + s * size, floats);
+            for (int64_t i = 0; i < left; i++)
+                UNROLLED for (int r = 0; r < rows; r++)
+                    sums[r * strips + s] += splat(x[r * stride + i]) * load(floats + i * LANES);
+        }
+    vec kept[MOST_SUMS];
+    UNROLLED for (int i = 0; i < rows * strips; i++) kept[i] = sums[i];
+    finish_tile(job, row, rows, strip, strips, strips, kept);
+}
+
+/* As many strips as go; returns the first of those that are left. */
+INLINE int64_t direct_walk(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
+#define TAKE(count, strips)                                                                                          \
+    case count:                                                                                                      \
+        for (; strip + strips <= last; strip += strips) direct(kind, count, strips, job, row, strip);                \
+        break;
+#if LANES == 16
+    if (rows == 1)
+        for (; strip + 8 <= last; strip += 8) direct(kind, 1, 8, job, row, strip);
+    switch (rows) { TAKE(1, 4) TAKE(2, 4) TAKE(3, 4) TAKE(4, 4) TAKE(5, 2) TAKE(6, 2) TAKE(7, 2) TAKE(8, 2) }
+#else
+    switch (rows) { TAKE(1, 4) TAKE(2, 2) TAKE(3, 2) TAKE(4, 2) }
+#endif
+    return strip;
+}
+
+/* --- more rows --------------------------------------------------------------------------------------------------- */
+
+/* A part of two strips along K, as floats, and the memory to fetch meanwhile. */
+typedef struct {
+    const float *a, *b; /* [steps, LANES] */
+    int64_t steps;
+    const uint8_t *next_a, *next_b;
+    int64_t next_bytes; /* for each step */
+} Panel;
+
+/* sums [rows, PANEL_STRIPS] += x [rows, steps] by the panel. `first`: they begin at zero. */
+INLINE void tile(const int rows, const float *x, int64_t stride, const Panel *panel, int first, vec *kept) {
+    vec sums[MOST_SUMS];
+    UNROLLED for (int i = 0; i < rows * PANEL_STRIPS; i++) sums[i] = first ? (vec){0} : kept[i];
+    for (int64_t i = 0; i < panel->steps; i++) {
+        const vec a = load(panel->a + i * LANES), b = load(panel->b + i * LANES);
+        __builtin_prefetch(panel->next_a + i * panel->next_bytes, 0, 2);
+        __builtin_prefetch(panel->next_b + i * panel->next_bytes, 0, 2);
+        UNROLLED for (int r = 0; r < rows; r++) {
+            const vec value = splat(x[r * stride + i]);
+            sums[PANEL_STRIPS * r] += value * a;
+            sums[PANEL_STRIPS * r + 1] += value * b;
+        }
+    }
+    UNROLLED for (int i = 0; i < rows * PANEL_STRIPS; i++) kept[i] = sums[i];
+}
+
+static void tile_of(int64_t rows, const float *x, int64_t stride, const Panel *panel, int first, vec *kept) {
+#define TILE(count)                                                                                                  \
+    case count: tile(count, x, stride, panel, first, kept); break;
+    switch (rows) {
+        TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if MOST_TILE_ROWS > 6
+        TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+    }
+}
+
+/* `steps` values along K of a strip of ROWS, from `at` on. */
+static void transpose(const Projection *w, int64_t strip, int64_t at, int64_t steps, float *to) { /* [steps, LANES] */
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        const int64_t col = strip * LANES + lane;
+        const float *from = (const float *)w->data + col * w->k + at;
+        for (int64_t i = 0; i < steps; i++) to[i * LANES + lane] = col < w->outs ? from[i] : 0;
+    }
+}
+
+/* The same of any kind; where that is in memory already, or made in `room`. */
+INLINE const float *floats_of(const int kind, const Projection *w, int64_t strip, int64_t at, int64_t steps, float *room) {
+    if (kind == ROWS) {
+        transpose(w, strip, at, steps, room);
+        return room;
+    }
+    const uint8_t *group = strip_at(kind, w, strip) + at / GROUP * group_bytes(kind);
+    if (kind == FLOATS) return (const float *)group;
+    for (int64_t i = 0; i < steps; i += GROUP, group += group_bytes(kind)) expand(kind, group, room + i * LANES);
+    return room;
+}
+
+INLINE void panel_walk(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
+    _Alignas(64) float room[PANEL_STRIPS][CHUNK * GROUP * LANES];
+    vec sums[MOST_BLOCK_ROWS * PANEL_STRIPS];
+    const int64_t k = job->w->k, tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS;
+    for (int64_t i = 0; k == 0 && i < rows * PANEL_STRIPS; i++) sums[i] = (vec){0};
+    for (; strip < last; strip += PANEL_STRIPS) {
+        const int strips = last - strip < PANEL_STRIPS ? (int)(last - strip) : PANEL_STRIPS;
+        for (int64_t at = 0; at < k; at += CHUNK * GROUP) {
+            const int64_t steps = k - at < CHUNK * GROUP ? k - at : CHUNK * GROUP;
+            const uint8_t *next = strip_at(kind, job->w, strip) + (at / GROUP + CHUNK) * group_bytes(kind);
+            Panel panel = {.steps = steps, .next_a = next, .next_bytes = group_bytes(kind) / GROUP};
+            panel.a = floats_of(kind, job->w, strip, at, steps, room[0]);
+            panel.b = strips == 1 ? panel.a : floats_of(kind, job->w, strip + 1, at, steps, room[1]);
+            panel.next_b = next + num_groups(job->w) * group_bytes(kind);
+            for (int64_t left = tiles, first = 0; left > 0; left--) { /* tiles of nearly equal height */
+                const int64_t here = (rows - first + left - 1) / left;
+                const float *x = job->x + (row + first) * job->x_stride + at;
+                tile_of(here, x, job->x_stride, &panel, at == 0, sums + first * PANEL_STRIPS);
+                first += here;
+            }
+        }
+        finish_tile(job, row, rows, strip, strips, PANEL_STRIPS, sums);
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------------------- */
+
+INLINE void part(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
+    if (kind != ROWS && rows <= MOST_DIRECT_ROWS) strip = direct_walk(kind, job, row, rows, strip, last);
+    if (strip < last) panel_walk(kind, job, row, rows, strip, last);
+}
+
+#define PART(name, kind)                                                                                             \
+    static void name(const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {                    \
+        part(kind, job, row, rows, strip, last);                                                                     \
+    }
+PART(rows_part, ROWS)
+PART(floats_part, FLOATS)
+PART(halves_part, HALVES)
+PART(bfloats_part, BFLOATS)
+PART(bytes_part, BYTES)
+PART(nibbles_part, NIBBLES)
+
+void strips_part(const Linear *linear, int64_t first, int64_t end, int64_t col, int64_t last) {
+    const int64_t strip = col / LANES, last_strip = (last + LANES - 1) / LANES;
+    switch (linear->w->kind) {
+    case FLOATS: floats_part(linear, first, end - first, strip, last_strip); break;
+    case HALVES: halves_part(linear, first, end - first, strip, last_strip); break;
+    case BFLOATS: bfloats_part(linear, first, end - first, strip, last_strip); break;
+    case BYTES: bytes_part(linear, first, end - first, strip, last_strip); break;
+    case NIBBLES: nibbles_part(linear, first, end - first, strip, last_strip); break;
+    default: rows_part(linear, first, end - first, strip, last_strip);
+    }
+}
