@@ -43,6 +43,7 @@ from ..engine.runner import Chunk, Runner
 from ..kernels.attention_cpu import Workspace, attend_on_cpu
 from ..kernels.decoder_layer import DecoderLayer
 from ..kernels.library import level, native
+from ..kernels.pages import Pages
 from ..kernels.quantized import QUANTIZATIONS, Quantization
 from ..kernels.strips import Form, StripWeight
 from .errors import BenchError
@@ -145,7 +146,7 @@ def _large_products() -> tuple[Callable[[], object], Callable[[], object]]:
 def _strips(weight: Tensor, at_least: Form | None = None) -> StripWeight:
     library = native()
     assert library is not None
-    return StripWeight(weight, library, at_least)
+    return StripWeight(weight, library, Pages(), at_least)
 
 
 def measure_limits(watch: Stopwatch) -> Limits:

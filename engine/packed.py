@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.decoder_layer import DecoderLayer, GatedMLP, PackedProjection, Projection
 from ..kernels.library import native
+from ..kernels.pages import Pages
 from ..kernels.strips import Form, StripWeight
 from .fused import FusedLayer
 
@@ -50,9 +51,10 @@ def pack_floats(module: PreTrainedModel, at_least: Form | None = None) -> None:
     if library is None:
         return
     forms: Counter[str] = Counter()
+    pages = Pages()
 
     def pack(weight: Tensor) -> StripWeight:
-        packed = StripWeight(weight, library, at_least)
+        packed = StripWeight(weight, library, pages, at_least)
         forms[packed.form] += packed.nbytes
         return packed
 

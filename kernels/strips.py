@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .pages import Pages
 from .quantized import GROUP, CProjection
 
 Form = Literal["float32", "float16", "bfloat16", "bytes", "nibbles"]
@@ -72,16 +73,29 @@ GROUPINGS: tuple[tuple[Form, Callable[[Tensor], Grouped]], ...] = (
 )  # fmt: skip
 
 
-class StripWeight:
-    """A float32 weight, [out, k], in the shortest form that gives its numbers back."""
+@dataclass(frozen=True)
+class _Panel:
+    """How many columns the kernels keep together: some strips of some columns each."""
 
-    def __init__(self, weight: Tensor, library: ctypes.CDLL, at_least: Form | None = None) -> None:
+    columns: int
+    strips: int
+
+    @property
+    def outs(self) -> int:
+        return self.columns * self.strips
+
+
+class StripWeight:
+    """A float32 weight, [out, k], in the shortest form that gives its numbers back; next to those before in `pages`."""
+
+    def __init__(self, weight: Tensor, library: ctypes.CDLL, pages: Pages, at_least: Form | None = None) -> None:
         """`at_least`: no shorter form than this one."""
-        columns = ctypes.c_int64()
-        library.pd_strip_columns(ctypes.addressof(columns))
+        columns, strips = ctypes.c_int64(), ctypes.c_int64()
+        library.pd_panel(ctypes.addressof(columns), ctypes.addressof(strips))
         self.shape = weight.shape[0], weight.shape[1]
         self._library = library
-        self.form, self._data = _packed(weight.detach(), columns.value, at_least)
+        self.form, data = _packed(weight.detach(), _Panel(columns.value, strips.value), at_least)
+        self._data = pages.keep(data.view(torch.uint8))
 
     @property
     def nbytes(self) -> int:
@@ -106,16 +120,16 @@ class StripWeight:
         return y.view(*x.shape[:-1], outs)
 
 
-def _packed(weight: Tensor, columns: int, at_least: Form | None) -> tuple[Form, Tensor]:
+def _packed(weight: Tensor, panel: _Panel, at_least: Form | None) -> tuple[Form, Tensor]:
     bits = {"nibbles": 4, "bytes": 8, "bfloat16": 16, "float16": 16, "float32": 32, None: 0}
     for form, group in GROUPINGS:
-        if bits[form] >= bits[at_least] and (strips := _grouped_strips(weight, columns, form, group)) is not None:
-            return form, strips
+        if bits[form] >= bits[at_least] and (packed := _grouped_panels(weight, panel, form, group)) is not None:
+            return form, packed
     plain: tuple[tuple[Form, torch.dtype], ...] = (("bfloat16", torch.bfloat16), ("float16", torch.float16))
     for form, dtype in plain:
         if bits[form] >= bits[at_least] and _is_exactly(weight, dtype):
-            return form, _strips(weight.to(dtype), columns)
-    return "float32", _strips(weight, columns)
+            return form, _plain_panels(weight.to(dtype), panel)
+    return "float32", _plain_panels(weight, panel)
 
 
 def _is_exactly(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -123,39 +137,36 @@ def _is_exactly(weight: Tensor, dtype: torch.dtype) -> bool:
     return all(torch.equal(part.to(dtype).float(), part) and bool(part.isfinite().all()) for part in parts)
 
 
-def _grouped_strips(
-    weight: Tensor, columns: int, form: Form, group: Callable[[Tensor], Grouped]
-) -> Tensor | None:  # uint8 [strips, groups, bytes]
+def _grouped_panels(
+    weight: Tensor, panel: _Panel, form: Form, group: Callable[[Tensor], Grouped]
+) -> Tensor | None:  # uint8 [panels, groups, strips, bytes]
     """None unless they give the very numbers back. (A zero may lose its sign, which no sum of products shows.)"""
     found = []
-    for part in torch.split(weight, columns * (ROWS_AT_ONCE // columns)):
+    for part in torch.split(weight, panel.outs * (ROWS_AT_ONCE // panel.outs)):
         # What fills the last group up is never multiplied, but must not widen its range.
-        filled = F.pad(part[None], (0, -part.shape[1] % GROUP), mode="replicate")[0] if part.shape[1] else part
+        filled = F.pad(part[None], (0, -part.shape[1] % GROUP), mode="replicate")[0]
         groups = filled.view(len(part), -1, GROUP)
         grouped = group(groups)
         if not torch.equal(grouped.floats(), groups):
             return None
-        found.append(_group_bytes(grouped, columns, form))
+        found.append(_group_bytes(grouped, panel, form))
     return torch.cat(found)
 
 
-def _group_bytes(grouped: Grouped, columns: int, form: Form) -> Tensor:  # uint8 [strips, groups, bytes]
+def _group_bytes(grouped: Grouped, panel: _Panel, form: Form) -> Tensor:  # uint8 [panels, groups, strips, bytes]
     outs, groups, _ = grouped.values.shape
-    fill = -outs % columns
-    values = F.pad(grouped.values, (0, 0, 0, 0, 0, fill)).view(-1, columns, groups, GROUP)
-    if form == "bytes":
-        body = values.permute(0, 2, 3, 1).contiguous()  # [strips, groups, GROUP, columns]
-    else:
-        places = values.view(-1, columns, groups, GROUP // WORD, WORD).to(torch.int32)
-        shifted = places << torch.arange(0, 4 * WORD, 4, dtype=torch.int32)
-        body = shifted.sum(dim=4, dtype=torch.int32).permute(0, 2, 3, 1).contiguous()  # a word of every column
+    fill = -outs % panel.outs
+    values = F.pad(grouped.values, (0, 0, 0, 0, 0, fill)).view(-1, panel.strips, panel.columns, groups, GROUP)
+    if form == "nibbles":  # a word of every column
+        places = values.view(*values.shape[:4], GROUP // WORD, WORD).to(torch.int32)
+        values = (places << torch.arange(0, 4 * WORD, 4, dtype=torch.int32)).sum(dim=5, dtype=torch.int32)
     halves = [grouped.scales] if grouped.minima is None else [grouped.scales, grouped.minima]
-    terms = F.pad(torch.stack(halves), (0, 0, 0, fill)).view(len(halves), -1, columns, groups)
-    parts = terms.permute(1, 3, 0, 2).contiguous(), body
-    return torch.cat([part.view(torch.uint8).reshape(len(body), groups, -1) for part in parts], dim=2)
+    terms = F.pad(torch.stack(halves), (0, 0, 0, fill)).view(len(halves), -1, panel.strips, panel.columns, groups)
+    parts = terms.permute(1, 4, 2, 0, 3), values.permute(0, 3, 1, 4, 2)  # [panels, groups, strips, …, columns]
+    return torch.cat([part.contiguous().view(torch.uint8).flatten(3) for part in parts], dim=3)
 
 
-def _strips(weight: Tensor, columns: int) -> Tensor:  # [out, k] → [strips, k filled up, columns]
-    outs, k = weight.shape
-    filled = F.pad(weight, (0, -k % GROUP, 0, -outs % columns))
-    return filled.view(-1, columns, filled.shape[1]).transpose(1, 2).contiguous()
+def _plain_panels(weight: Tensor, panel: _Panel) -> Tensor:  # [out, k] → [panels, groups, strips, GROUP, columns]
+    filled = F.pad(weight, (0, -weight.shape[1] % GROUP, 0, -len(weight) % panel.outs))
+    groups = filled.view(-1, panel.strips, panel.columns, filled.shape[1] // GROUP, GROUP)
+    return groups.permute(0, 3, 1, 4, 2).contiguous()

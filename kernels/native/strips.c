@@ -1,8 +1,9 @@
 /* y = x @ w.T (+ bias) (+ residual) in float32.
  *
  * Weights lie in strips of LANES columns, and along K in groups of GROUP, the last of which is filled up with zeros.
- * What a strip holds stands for float32 numbers, exactly, in as few bytes as these need: a step of few rows takes as
- * long as its weights take to come from memory.
+ * PANEL strips lie together: group after group along K, and in a group strip after strip, so that memory is one stream.
+ * What a strip holds of a group stands for float32 numbers, exactly, in as few bytes as these need: a step of few rows
+ * takes as long as its weights take to come from memory.
  *   FLOATS   GROUP vectors of LANES numbers
  *   HALVES   the same in half precision
  *   BFLOATS  the same without the lower 16 bits, which are zeros
@@ -13,8 +14,8 @@
  * strips but [outs, k] floats as torch has them.
  *
  * Every element is one sum, in the order of K. The tile it happens to be in, or the thread, or the rows beside it do not
- * change that, so they cannot change a row's bits. Few rows multiply what a strip holds at once (`direct`); for more, a
- * panel of it is made floats, in L1, and multiplied by tile after tile of rows.
+ * change that, so they cannot change a row's bits. Few rows multiply what the strips hold at once (`direct`); for more, a
+ * piece of two strips is made floats, in L1, and multiplied by tile after tile of rows.
  */
 #include "strips.h"
 #include "integer.h"
@@ -24,9 +25,12 @@
 #define ROLLED _Pragma("GCC unroll 1")
 #define HALF_ROLLED _Pragma("GCC unroll 2")
 #define WORD 8 /* values along K in a word of nibbles */
-#define MOST_SUMS 24 /* in a tile */
-#define CHUNK 3      /* groups in a panel */
-#define PANEL_STRIPS 2
+#define PANEL 4      /* as of integers */
+#define MOST_SUMS 24 /* in a tile, */
+#define MOST_STRIPS 8
+#define AHEAD_BYTES 49152 /* of what is multiplied, its memory is fetched */
+#define CHUNK 3      /* groups in a piece, */
+#define PAIR 2       /* and strips */
 #if LANES == 16
 #define MOST_TILE_ROWS 12 /* with two strips: 24 of 32 registers hold sums */
 #define MOST_DIRECT_ROWS 8
@@ -46,8 +50,11 @@ INLINE int64_t group_bytes(const int kind) {
 
 INLINE int64_t num_groups(const Projection *w) { return (w->k + GROUP - 1) / GROUP; }
 
+INLINE int64_t panel_bytes(const int kind, const Projection *w) { return num_groups(w) * PANEL * group_bytes(kind); }
+
+/* Where a strip begins; its groups are PANEL * group_bytes apart. */
 INLINE const uint8_t *strip_at(const int kind, const Projection *w, int64_t strip) {
-    return (const uint8_t *)w->data + strip * num_groups(w) * group_bytes(kind);
+    return (const uint8_t *)w->data + strip / PANEL * panel_bytes(kind, w) + strip % PANEL * group_bytes(kind);
 }
 
 /* What is the same for all values of a strip's group. */
@@ -92,7 +99,6 @@ INLINE void expand(const int kind, const uint8_t *group, float *to) { /* [GROUP,
 /* The same, out of line: for the last group, which is not whole. */
 #define EXPAND(name, kind)                                                                                           \
     static void __attribute__((noinline)) name(const uint8_t *group, float *to) { expand(kind, group, to); }
-EXPAND(expand_floats, FLOATS)
 EXPAND(expand_halves, HALVES)
 EXPAND(expand_bfloats, BFLOATS)
 EXPAND(expand_bytes, BYTES)
@@ -102,8 +108,7 @@ INLINE void expand_last(const int kind, const uint8_t *group, float *to) {
     case HALVES: expand_halves(group, to); break;
     case BFLOATS: expand_bfloats(group, to); break;
     case BYTES: expand_bytes(group, to); break;
-    case NIBBLES: expand_nibbles(group, to); break;
-    default: expand_floats(group, to);
+    default: expand_nibbles(group, to);
     }
 }
 
@@ -132,28 +137,28 @@ static void __attribute__((noinline)) finish_tile(const Linear *job, int64_t row
 
 /* --- few rows ---------------------------------------------------------------------------------------------------- */
 
-/* All rows [row .. row + rows) of some strips. */
+/* All rows [row .. row + rows) of some strips: of one panel, or of two whole ones. */
 INLINE void direct(const int kind, const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
-    const int64_t k = job->w->k, stride = job->x_stride, size = num_groups(job->w) * group_bytes(kind);
-    const int64_t ahead = (strips >= 4 ? 4 : 8) * group_bytes(kind);
+    const int64_t k = job->w->k, stride = job->x_stride, panel = panel_bytes(kind, job->w);
     const float *x = job->x + row * stride;
     const uint8_t *group = strip_at(kind, job->w, strip);
+#define OF_STRIP(s) (group + (s) / PANEL * panel + (s) % PANEL * group_bytes(kind))
     vec sums[MOST_SUMS];
     UNROLLED for (int i = 0; i < rows * strips; i++) sums[i] = (vec){0};
     int64_t left = k;
-    for (; left >= GROUP; left -= GROUP, group += group_bytes(kind), x += GROUP) {
-        Terms terms[8];
+    for (; left >= GROUP; left -= GROUP, group += PANEL * group_bytes(kind), x += GROUP) {
+        Terms terms[MOST_STRIPS];
         UNROLLED for (int s = 0; s < strips; s++) {
-            terms[s] = terms_at(kind, group + s * size);
+            terms[s] = terms_at(kind, OF_STRIP(s));
             ROLLED for (int64_t line = 0; line < group_bytes(kind); line += 64)
-                __builtin_prefetch(group + s * size + ahead + line, 0, 3);
+                __builtin_prefetch(OF_STRIP(s) + AHEAD_BYTES + line, 0, 3);
         }
         ROLLED for (int64_t at = 0; at < GROUP;) {
-            ivec words[8];
-            UNROLLED for (int s = 0; s < strips; s++) words[s] = word_at(kind, group + s * size, at);
+            ivec words[MOST_STRIPS];
+            UNROLLED for (int s = 0; s < strips; s++) words[s] = word_at(kind, OF_STRIP(s), at);
             HALF_ROLLED for (int i = 0; i < WORD; i++, at++)
                 UNROLLED for (int s = 0; s < strips; s++) {
-                    const vec w = floats_at(kind, group + s * size, terms[s], at, words + s);
+                    const vec w = floats_at(kind, OF_STRIP(s), terms[s], at, words + s);
                     UNROLLED for (int r = 0; r < rows; r++) sums[r * strips + s] += splat(x[r * stride + at]) * w;
                 }
         }
@@ -161,7 +166,7 @@ INLINE void direct(const int kind, const int rows, const int strips, const Linea
     if (left > 0)
         UNROLLED for (int s = 0; s < strips; s++) {
             float floats[GROUP * LANES];
-            expand_last(kind, group + s * size, floats);
+            expand_last(kind, OF_STRIP(s), floats);
             for (int64_t i = 0; i < left; i++)
                 UNROLLED for (int r = 0; r < rows; r++)
                     sums[r * strips + s] += splat(x[r * stride + i]) * load(floats + i * LANES);
@@ -189,34 +194,39 @@ INLINE int64_t direct_walk(const int kind, const Linear *job, int64_t row, int64
 
 /* --- more rows --------------------------------------------------------------------------------------------------- */
 
-/* A part of two strips along K, as floats, and the memory to fetch meanwhile. */
+/* A piece of two strips along K, as floats, and the memory to fetch meanwhile. */
 typedef struct {
-    const float *a, *b; /* [steps, LANES] */
-    int64_t steps;
-    const uint8_t *next_a, *next_b;
-    int64_t next_bytes; /* for each step */
-} Panel;
+    const float *a, *b;   /* [steps, LANES], but for what lies between groups: */
+    int64_t steps, apart; /* how far apart these begin, in floats */
+    const uint8_t *next;
+    int64_t next_apart, next_bytes; /* how far apart groups are there, and what to fetch at each step */
+} Piece;
 
-/* sums [rows, PANEL_STRIPS] += x [rows, steps] by the panel. `first`: they begin at zero. */
-INLINE void tile(const int rows, const float *x, int64_t stride, const Panel *panel, int first, vec *kept) {
+/* sums [rows, PAIR] += x [rows, steps] by the piece. `first`: they begin at zero. */
+INLINE void tile(const int rows, const float *x, int64_t stride, const Piece *piece, int first, vec *kept) {
+    const float *a = piece->a, *b = piece->b;
+    const uint8_t *next = piece->next;
     vec sums[MOST_SUMS];
-    UNROLLED for (int i = 0; i < rows * PANEL_STRIPS; i++) sums[i] = first ? (vec){0} : kept[i];
-    for (int64_t i = 0; i < panel->steps; i++) {
-        const vec a = load(panel->a + i * LANES), b = load(panel->b + i * LANES);
-        __builtin_prefetch(panel->next_a + i * panel->next_bytes, 0, 2);
-        __builtin_prefetch(panel->next_b + i * panel->next_bytes, 0, 2);
-        UNROLLED for (int r = 0; r < rows; r++) {
-            const vec value = splat(x[r * stride + i]);
-            sums[PANEL_STRIPS * r] += value * a;
-            sums[PANEL_STRIPS * r + 1] += value * b;
+    UNROLLED for (int i = 0; i < rows * PAIR; i++) sums[i] = first ? (vec){0} : kept[i];
+    for (int64_t left = piece->steps; left > 0; left -= GROUP) {
+        for (int64_t i = 0; i < left && i < GROUP; i++, x++) {
+            const vec of_a = load(a + i * LANES), of_b = load(b + i * LANES);
+            __builtin_prefetch(next + i * piece->next_bytes, 0, 2);
+            __builtin_prefetch(next + i * piece->next_bytes + 64, 0, 2);
+            UNROLLED for (int r = 0; r < rows; r++) {
+                const vec value = splat(x[r * stride]);
+                sums[PAIR * r] += value * of_a;
+                sums[PAIR * r + 1] += value * of_b;
+            }
         }
+        a += piece->apart, b += piece->apart, next += piece->next_apart;
     }
-    UNROLLED for (int i = 0; i < rows * PANEL_STRIPS; i++) kept[i] = sums[i];
+    UNROLLED for (int i = 0; i < rows * PAIR; i++) kept[i] = sums[i];
 }
 
-static void tile_of(int64_t rows, const float *x, int64_t stride, const Panel *panel, int first, vec *kept) {
+static void tile_of(int64_t rows, const float *x, int64_t stride, const Piece *piece, int first, vec *kept) {
 #define TILE(count)                                                                                                  \
-    case count: tile(count, x, stride, panel, first, kept); break;
+    case count: tile(count, x, stride, piece, first, kept); break;
     switch (rows) {
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 #if MOST_TILE_ROWS > 6
@@ -234,48 +244,49 @@ static void transpose(const Projection *w, int64_t strip, int64_t at, int64_t st
     }
 }
 
-/* The same of any kind; where that is in memory already, or made in `room`. */
+/* A piece of one strip, in memory already or made in `room`. */
 INLINE const float *floats_of(const int kind, const Projection *w, int64_t strip, int64_t at, int64_t steps, float *room) {
     if (kind == ROWS) {
         transpose(w, strip, at, steps, room);
         return room;
     }
-    const uint8_t *group = strip_at(kind, w, strip) + at / GROUP * group_bytes(kind);
+    const uint8_t *group = strip_at(kind, w, strip) + at / GROUP * PANEL * group_bytes(kind);
     if (kind == FLOATS) return (const float *)group;
-    for (int64_t i = 0; i < steps; i += GROUP, group += group_bytes(kind)) expand(kind, group, room + i * LANES);
+    for (int64_t i = 0; i < steps; i += GROUP, group += PANEL * group_bytes(kind)) expand(kind, group, room + i * LANES);
     return room;
 }
 
-INLINE void panel_walk(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
-    _Alignas(64) float room[PANEL_STRIPS][CHUNK * GROUP * LANES];
-    vec sums[MOST_BLOCK_ROWS * PANEL_STRIPS];
+INLINE void piece_walk(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
+    _Alignas(64) float room[PAIR][CHUNK * GROUP * LANES];
+    vec sums[MOST_BLOCK_ROWS * PAIR];
     const int64_t k = job->w->k, tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS;
-    for (int64_t i = 0; k == 0 && i < rows * PANEL_STRIPS; i++) sums[i] = (vec){0};
-    for (; strip < last; strip += PANEL_STRIPS) {
-        const int strips = last - strip < PANEL_STRIPS ? (int)(last - strip) : PANEL_STRIPS;
+    for (int64_t i = 0; k == 0 && i < rows * PAIR; i++) sums[i] = (vec){0};
+    for (; strip < last; strip += PAIR) {
+        const int strips = last - strip < PAIR ? (int)(last - strip) : PAIR;
         for (int64_t at = 0; at < k; at += CHUNK * GROUP) {
             const int64_t steps = k - at < CHUNK * GROUP ? k - at : CHUNK * GROUP;
-            const uint8_t *next = strip_at(kind, job->w, strip) + (at / GROUP + CHUNK) * group_bytes(kind);
-            Panel panel = {.steps = steps, .next_a = next, .next_bytes = group_bytes(kind) / GROUP};
-            panel.a = floats_of(kind, job->w, strip, at, steps, room[0]);
-            panel.b = strips == 1 ? panel.a : floats_of(kind, job->w, strip + 1, at, steps, room[1]);
-            panel.next_b = next + num_groups(job->w) * group_bytes(kind);
+            Piece piece = {.steps = steps, .apart = (kind == FLOATS ? PANEL : 1) * GROUP * LANES};
+            piece.next_apart = PANEL * group_bytes(kind), piece.next_bytes = PAIR * group_bytes(kind) / GROUP;
+            piece.next = strip_at(kind, job->w, strip) + (at / GROUP + CHUNK) * piece.next_apart;
+            piece.a = floats_of(kind, job->w, strip, at, steps, room[0]);
+            piece.b = strips == 1 ? piece.a : floats_of(kind, job->w, strip + 1, at, steps, room[1]);
             for (int64_t left = tiles, first = 0; left > 0; left--) { /* tiles of nearly equal height */
                 const int64_t here = (rows - first + left - 1) / left;
                 const float *x = job->x + (row + first) * job->x_stride + at;
-                tile_of(here, x, job->x_stride, &panel, at == 0, sums + first * PANEL_STRIPS);
+                tile_of(here, x, job->x_stride, &piece, at == 0, sums + first * PAIR);
                 first += here;
             }
         }
-        finish_tile(job, row, rows, strip, strips, PANEL_STRIPS, sums);
+        finish_tile(job, row, rows, strip, strips, PAIR, sums);
     }
 }
 
 /* ----------------------------------------------------------------------------------------------------------------- */
 
 INLINE void part(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
-    if (kind != ROWS && rows <= MOST_DIRECT_ROWS) strip = direct_walk(kind, job, row, rows, strip, last);
-    if (strip < last) panel_walk(kind, job, row, rows, strip, last);
+    const int in_place = kind == ROWS || kind == FLOATS; /* nothing is made floats: pieces are as fast */
+    if (!in_place && rows <= MOST_DIRECT_ROWS) strip = direct_walk(kind, job, row, rows, strip, last);
+    if (strip < last) piece_walk(kind, job, row, rows, strip, last);
 }
 
 #define PART(name, kind)                                                                                             \

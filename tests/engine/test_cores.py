@@ -20,6 +20,7 @@ from pdserve.engine.cores import Cores, take_cores
 from pdserve.engine.setup import EngineConfig
 from pdserve.engine.worker_flags import WorkerConfig
 from pdserve.kernels.library import native
+from pdserve.kernels.pages import Pages
 from pdserve.kernels.strips import StripWeight
 from pdserve.kernels.threads import helped_seconds, set_helpers
 
@@ -202,7 +203,7 @@ def some_work() -> torch.Tensor:
     x, weight = (torch.randn(size, 576, generator=generator) for size in (16, 1536))
     library = native()
     assert library is not None
-    return StripWeight(weight, library).product(x)
+    return StripWeight(weight, library, Pages()).product(x)
 
 
 def helped_by(work: Callable[[], object], seconds: float) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention_native import attend_in_c, native_step, paged_layer
 from pdserve.kernels.decoder_layer import DecoderLayer, GatedMLP, LayerWeights, Norm, Projection
+from pdserve.kernels.pages import Pages
 from pdserve.kernels.strips import StripWeight
 from pdserve.kernels.threads import MOST_HELPERS, helped_seconds, set_helpers
 
@@ -36,7 +37,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def product(library: ctypes.CDLL, x: Tensor, weight: Tensor) -> Tensor:
-    return StripWeight(weight, library).product(x)
+    return StripWeight(weight, library, Pages()).product(x)
 
 
 def layer(library: ctypes.CDLL) -> DecoderLayer:
