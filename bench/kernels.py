@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from ..engine.block_pool import BlockPool
 from ..engine.checkpoint import resolve
 from ..engine.fused import FusedLayer
 from ..engine.kv_cache import KVCache
@@ -274,7 +275,9 @@ def _runner(model: LoadedModel, num_blocks: int) -> Runner:
     cache = KVCache(model.layout, num_blocks, BLOCK_SIZE)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
-    return Runner(model, cache)
+    runner = Runner(model, cache)
+    runner.warm_up(BlockPool(num_blocks, BLOCK_SIZE))
+    return runner
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:

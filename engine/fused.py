@@ -58,7 +58,7 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.original = original
         self.layer = layer
-        self._attention = attention  # what the original asks for, but for q, k and v
+        self.attention = attention  # what the original asks for, but for q, k and v
         self._own_mlp = own_mlp
         self._seat = seat
         self._scratch = scratch
@@ -69,6 +69,11 @@ class FusedLayer(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
+
+    @property
+    def whole(self) -> DecoderLayer | None:
+        """The kernels that do all of this layer, attention over a paged cache too; None if something is left."""
+        return self.layer if isinstance(self.layer, DecoderLayer) and not self._own_mlp else None
 
     def take(self, layer: DecoderLayer | JoinedLayer) -> None:
         """Compute with other weights from now on; the original lets go of its own that are not needed any more."""
@@ -81,17 +86,16 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         cos, sin = (part.contiguous() for part in position_embeddings)
-        attention = self._seat.attention
-        layer = self.layer
-        if not self._own_mlp and isinstance(layer, DecoderLayer) and (paged := attention.paged(self._attention)):
+        attention, layer, whole = self._seat.attention, self.layer, self.whole
+        if whole is not None and (paged := attention.paged(self.attention)):
             hidden = hidden_states.contiguous()
-            layer.begin(paged.layer, paged.slots, hidden, cos, sin, self._scratch)
+            whole.begin(paged.layer, paged.slots, hidden, cos, sin, self._scratch)
             paged.written()
-            layer.end(paged.layer, paged.step, hidden, self._scratch)
+            whole.end(paged.layer, paged.step, hidden, self._scratch)
             return hidden
         hidden = hidden_states[0].contiguous()  # [num_tokens, hidden]
         q, k, v = layer.attention_inputs(hidden, cos[0], sin[0])
-        known = self._attention
+        known = self.attention
         call = AttentionCall(q, k, v, known.scale, known.window, known.softcap, known.sinks)
         total, normed = layer.attention_outputs(attention.attend(call).contiguous(), hidden)
         if self._own_mlp:

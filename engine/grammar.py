@@ -245,6 +245,8 @@ class Grammars:
     def collect(self, pump: Callable[[], None]) -> dict[RowKey, bytes | None]:
         """The masks asked for last: bit i of byte i // 8 says whether token i may come next; None: every token may.
         A row that is missing has failed. `pump` is called while there is nothing to do but wait."""
+        if not self._asked:
+            return self._masks
         started, used_s = time.monotonic(), self._process_cpu_s()
         while self._asked:
             before = len(self._asked)

@@ -23,7 +23,7 @@ class Head:
     def __init__(self, module: PreTrainedModel) -> None:
         """Raises UnsupportedModel."""
         self._module = module
-        self._decoder = _decoder(module)
+        self._decoder = decoder_of(module)
         self._input_ids: Tensor | None = None
         self._output: Any = None  # whatever the decoder returns; its own model's forward is all that looks into it
 
@@ -62,7 +62,7 @@ class Head:
         return logits.float()
 
 
-def _decoder(module: PreTrainedModel) -> nn.Module:
+def decoder_of(module: PreTrainedModel) -> nn.Module:
     """The part of a causal model that holds its input embeddings, and so its layers."""
     embeddings = module.get_input_embeddings()
     for child in module.children():

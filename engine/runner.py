@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from .head import Head
 from .hook import AttentionCall, PagedCall, install
 from .kv_cache import KVCache
 from .model import LoadedModel
+from .straight import StraightModel, straight_model
+
+log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 3  # a prompt's two (attention of several is another kernel than that of one), and one decoded
 
@@ -42,8 +46,9 @@ def _ignore_layer(layer: int) -> None:
 class Runner:
     """Runs one model over one paged cache.
 
-    `on_layer(layer)` is called during `forward` as soon as that layer's KV of the whole step is in the cache; what it
-    raises comes out of `forward` unchanged. The runner keeps nothing of an aborted step: its tokens may be run again.
+    `on_layer(layer)` is called during `forward` as soon as that layer's KV of the whole step is in the cache, or a
+    moment later (`straight.AT_ONCE_S`); what it raises comes out of `forward` unchanged. The runner keeps nothing of an
+    aborted step: its tokens may be run again.
     """
 
     def __init__(self, model: LoadedModel, cache: KVCache, on_layer: Callable[[int], None] = _ignore_layer) -> None:
@@ -54,6 +59,7 @@ class Runner:
         self._batch: AttentionBatch | DecodeBatch | None = None
         self._layer = 0
         self._layers: dict[int, PagedLayer] = {}  # as fused layers use them, by number
+        self.straight: StraightModel | None = None
         self.head = Head(model.module)
         install(model.module, self)
 
@@ -61,11 +67,29 @@ class Runner:
         """Read a prompt of two tokens and decode behind it, before anybody is told that this worker is ready."""
         blocks = pool.allocate(min(pool.blocks_for(WARM_UP_TOKENS), pool.num_blocks))
         room = min(WARM_UP_TOKENS, len(blocks) * pool.block_size)
-        prompt = [0] * max(1, room - 1)
-        token = int(self.forward([Chunk(prompt, 0, blocks, True)]).argmax())
+        prompt = [1, 2][: max(1, room - 1)]  # of two tokens one at least is no padding, whose embedding may be zeros
+        chunks = [Chunk(prompt, 0, blocks, True)]
+        logits = [self.forward(chunks)]
         if len(prompt) < room:
-            self.forward([Chunk([token], len(prompt), blocks, True)])
+            chunks.append(Chunk([int(logits[0].argmax())], len(prompt), blocks, True))
+            logits.append(self.forward(chunks[1:]))
+        self._go_straight(chunks, logits)
         pool.release(blocks)
+
+    def _go_straight(self, chunks: Sequence[Chunk], logits: Sequence[Tensor]) -> None:
+        """Run steps straight from now on, if that gives these logits after each of the chunks, to the bit."""
+        if self.cache.device.type != "cpu":
+            return
+        self.straight = straight_model(self.model.module, self._paged_layer)
+        if self.straight is None:
+            return
+        try:
+            alike = all(torch.equal(self.forward([chunk]), row) for chunk, row in zip(chunks, logits, strict=True))
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            log.info("%s has layers of ours, but they cannot be run straight: %s", type(self.model.module), error)
+            alike = False
+        if not alike:
+            self.straight = None
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:  # [chunks with sample, vocab] float32
@@ -86,13 +110,13 @@ class Runner:
                 last_positions.append(len(token_ids) - 1)
         input_ids = torch.tensor([token_ids], device=device)
         scoring = any(chunk.targets for chunk in chunks)
+        batch = build_batch(chunks, self.cache.block_size, device)
+        at = torch.tensor([positions], device=device)
+        wanted = torch.tensor(last_positions, dtype=torch.int64, device=device)
+        if self.straight is not None and not scoring:
+            return self.straight.logits(batch, input_ids, at, wanted, self.on_layer)
         with self.head.keeping(input_ids) if scoring else nullcontext():
-            return self._run(
-                build_batch(chunks, self.cache.block_size, device),
-                input_ids,
-                torch.tensor([positions], device=device),
-                torch.tensor(last_positions, dtype=torch.int64, device=device),
-            )
+            return self._run(batch, input_ids, at, wanted)
 
     @torch.inference_mode()
     def decode_step(
@@ -127,20 +151,23 @@ class Runner:
 
     def paged(self, known: AttentionCall) -> PagedCall | None:
         """See `hook.Attention`."""
-        batch, layer = self._batch, self._layer
-        if not isinstance(batch, AttentionBatch):
+        batch = self._batch
+        if not isinstance(batch, AttentionBatch) or (layer := self._paged_layer(self._layer, known)) is None:
             return None
-        paged = self._layers.get(layer)
-        if paged is None:
+        return PagedCall(layer, batch.native_step(), batch.slots, self._written)
+
+    def _paged_layer(self, layer: int, known: AttentionCall) -> PagedLayer | None:
+        """A layer's caches, and what it asks of attention, as C reads them; None where C cannot."""
+        if layer not in self._layers:
             k_cache, v_cache = self.cache.keys[layer], self.cache.values[layer]
             library = library_for(known.q, k_cache, v_cache)
             if library is None:
                 return None
-            paged = self._layers[layer] = paged_layer(
+            self._layers[layer] = paged_layer(
                 library, known.q.shape[1], k_cache, v_cache, self.cache.scales[layer],
                 scale=known.scale, window=known.window, softcap=known.softcap, sinks=known.sinks,
             )  # fmt: skip
-        return PagedCall(paged, batch.native_step(), batch.slots, self._written)
+        return self._layers[layer]
 
     def _written(self) -> None:
         self._layer += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,9 @@ class LayerWeights:
     def projections(self) -> dict[str, Projection]:
         own = {} if self.mlp is None else {"gate": self.mlp.gate, "up": self.mlp.up, "down": self.mlp.down}
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o, **own}
+
+
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 
 class _CLayer(ctypes.Structure):
@@ -141,11 +145,20 @@ class DecoderLayer:
         self.weights = weights
         self._library = library
         self._layer = _c_layer(weights)
-        self._pointer = ctypes.addressof(self._layer)
+        self.pointer = ctypes.addressof(self._layer)
         self._heads, self._kv_heads, self._hidden = self._layer.heads, self._layer.kv_heads, self._layer.hidden
         self._inner = self._layer.inner
         quantized = [part.shape[1] for part in weights.projections.values() if isinstance(part.weight, PackedWeight)]
         self._most_inputs = max(quantized, default=0)  # of a quantised weight
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Layers for which it is the same need the same scratch."""
+        return self._hidden, self._heads, self._kv_heads, self.weights.head_dim, self._inner, self._most_inputs
+
+    def rooms(self, rows: int, scratch: Scratch) -> tuple[int, int, int, int, int | None]:
+        """See `Scratch.rooms`."""
+        return scratch.rooms(rows, self._layer, self._most_inputs)
 
     def _bytes(self, rows: int) -> Tensor | None:
         """Room for quantised rows, where there are quantised weights."""
@@ -162,7 +175,7 @@ class DecoderLayer:
         qkv = hidden.new_empty(rows, heads + 2 * kv_heads, head_dim)
         scratch, room = torch.empty_like(hidden), self._bytes(rows)
         self._library.pd_attention_inputs(
-            self._pointer, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], qkv.data_ptr(),
+            self.pointer, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], qkv.data_ptr(),
             scratch.data_ptr(), None if room is None else room.data_ptr(), rows,
         )  # fmt: skip
         return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -174,7 +187,7 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden]: input + o(attended), and its norm
         total, normed, room = torch.empty_like(hidden), torch.empty_like(hidden), self._bytes(len(hidden))
         self._library.pd_attention_outputs(
-            self._pointer, attended.data_ptr(), hidden.data_ptr(), total.data_ptr(), normed.data_ptr(),
+            self.pointer, attended.data_ptr(), hidden.data_ptr(), total.data_ptr(), normed.data_ptr(),
             None if room is None else room.data_ptr(), len(hidden),
         )  # fmt: skip
         return total, normed
@@ -190,17 +203,18 @@ class DecoderLayer:
     ) -> None:
         """Up to having K and V in the cache. `end` must follow, with the same scratch."""
         rows = slots.shape[0]
-        qkv, attended, _, _, room = scratch.rooms(rows, self._layer, self._most_inputs)
+        qkv, attended, _, _, room = self.rooms(rows, scratch)
         self._library.pd_begin_layer(
-            self._pointer, layer.pointer, slots.data_ptr(), hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            self.pointer, layer.pointer, slots.data_ptr(), hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             cos.shape[-1], qkv, attended, room, rows,
         )  # fmt: skip
 
     def end(self, layer: PagedLayer, step: NativeStep, hidden: Tensor, scratch: Scratch) -> None:
         """Attention and everything behind it: `hidden`, as given to `begin`, becomes the layer's output."""
         rows = hidden.shape[-2]
-        rooms = scratch.rooms(rows, self._layer, self._most_inputs)
-        self._library.pd_end_layer(self._pointer, layer.pointer, step.pointer, *rooms, hidden.data_ptr(), rows)
+        self._library.pd_end_layer(
+            self.pointer, layer.pointer, step.pointer, *self.rooms(rows, scratch), hidden.data_ptr(), rows
+        )
 
     def add_mlp(
         self,
@@ -209,6 +223,37 @@ class DecoderLayer:
     ) -> None:
         scratch, room = normed.new_empty(2 * len(normed), self._inner), self._bytes(len(normed))
         self._library.pd_gated_mlp(
-            self._pointer, normed.data_ptr(), total.data_ptr(), scratch.data_ptr(),
+            self.pointer, normed.data_ptr(), total.data_ptr(), scratch.data_ptr(),
             None if room is None else room.data_ptr(), len(normed),
+        )  # fmt: skip
+
+
+class LayerStack:
+    """Layers of one size, each with its caches: any number of them in one call."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], caches: Sequence[PagedLayer], library: ctypes.CDLL) -> None:
+        assert all(layer.size == layers[0].size for layer in layers), "layers of several sizes"
+        self._first = layers[0]
+        self._library = library
+        self._kept = layers, caches
+        self._weights = (ctypes.c_void_p * len(layers))(*(layer.pointer for layer in layers))
+        self._caches = (ctypes.c_void_p * len(layers))(*(cache.pointer for cache in caches))
+
+    def run(
+        self,
+        first: int,
+        count: int,
+        step: NativeStep,
+        slots: Tensor,  # [rows] int64
+        hidden: Tensor,  # [.., rows, hidden] contiguous: becomes what the last of them makes of it
+        cos: Tensor,  # [.., rows, rotary dims] contiguous, halves alike
+        sin: Tensor,  # the same
+        scratch: Scratch,
+    ) -> None:
+        rows = slots.shape[0]
+        self._library.pd_run_layers(
+            ctypes.addressof(self._weights) + first * _POINTER_BYTES,
+            ctypes.addressof(self._caches) + first * _POINTER_BYTES,
+            count, step.pointer, slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
+            *self._first.rooms(rows, scratch), hidden.data_ptr(), rows,
         )  # fmt: skip

@@ -54,6 +54,7 @@ SIGNATURES = {  # a letter for every argument
     "pd_scatter_slab": "ppp",
     "pd_begin_layer": "ppppppipppi",
     "pd_end_layer": "pppppppppi",
+    "pd_run_layers": "ppippppippppppi",
     "pd_set_threads": "ippip",
     "pd_helped_ns": "p",
 }

@@ -75,3 +75,13 @@ EXPORT void pd_end_layer(const Layer *weights, const PagedLayer *layer, const St
     pd_attention_outputs(weights, attended, hidden, hidden, normed, bytes, rows);
     pd_gated_mlp(weights, normed, hidden, inner, bytes, rows);
 }
+
+/* pd_begin_layer and pd_end_layer of `count` layers of one size, one after the other. */
+EXPORT void pd_run_layers(const Layer *const *weights, const PagedLayer *const *layers, int64_t count, const Step *step,
+                          const int64_t *slots, const float *cos, const float *sin, int64_t rotary, float *qkv,
+                          float *attended, float *normed, float *inner, void *bytes, float *hidden, int64_t rows) {
+    for (int64_t i = 0; i < count; i++) {
+        pd_begin_layer(weights[i], layers[i], slots, hidden, cos, sin, rotary, qkv, attended, bytes, rows);
+        pd_end_layer(weights[i], layers[i], step, qkv, attended, normed, inner, bytes, hidden, rows);
+    }
+}
