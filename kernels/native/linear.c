@@ -5,9 +5,8 @@
 #include "vector.h"
 
 #define BLOCK_BYTES (512 << 10)   /* of x that are walked again and again: they should stay in L2 */
-#define BLOCK_STEP 12             /* rows of a block are a multiple of this, */
-#define LEAST_BLOCK_ROWS 48       /* and no fewer */
-#define ITEM_BYTES (192 << 10)    /* of weights in an item, */
+#define LEAST_BLOCK_ROWS 48
+#define ITEM_BYTES (64 << 10)     /* of weights in an item, */
 #define ITEM_STEPS (2 << 20)      /* and multiplications, whichever is less; */
 #define ITEM_BYTE_STEPS (8 << 20) /* of integers; */
 #define ITEM_COLS 64              /* but no fewer columns: what the widest tile takes */
@@ -31,13 +30,14 @@ static int64_t column_bits(const Projection *w) {
 Cut cut_linear(const Linear *linear, int64_t products) {
     const int integers = of_integers(linear->w);
     const int64_t k = larger_of(linear->w->k, 1), rows = larger_of(linear->rows, 1), outs = linear->w->outs;
-    int64_t block = larger_of(BLOCK_BYTES / (integers ? k : 4 * k), LEAST_BLOCK_ROWS) / BLOCK_STEP * BLOCK_STEP;
-    if (!integers) block = smaller_of(block, MOST_BLOCK_ROWS);
+    int64_t most = larger_of(BLOCK_BYTES / (integers ? k : 4 * k), LEAST_BLOCK_ROWS);
+    if (!integers) most = smaller_of(most, MOST_BLOCK_ROWS);
+    const int64_t blocks = (rows + most - 1) / most, block = (rows + blocks - 1) / blocks; /* nearly equal ones */
     const int64_t by_bytes = ITEM_BYTES * 8 / larger_of(column_bits(linear->w), 1);
-    const int64_t by_steps = (integers ? ITEM_BYTE_STEPS : ITEM_STEPS) / (smaller_of(block, rows) * k);
+    const int64_t by_steps = (integers ? ITEM_BYTE_STEPS : ITEM_STEPS) / (block * k);
     const int64_t width = larger_of(smaller_of(by_bytes, by_steps) / products / ITEM_COLS, 1) * ITEM_COLS;
     const int64_t ranges = (outs + width - 1) / width;
-    return (Cut){block, width, ranges, (linear->rows + block - 1) / block * ranges};
+    return (Cut){block, width, ranges, linear->rows ? blocks * ranges : 0};
 }
 
 void linear_item(const Linear *linear, const Cut *cut, int64_t item) {

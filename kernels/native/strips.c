@@ -29,8 +29,9 @@
 #define MOST_SUMS 24 /* in a tile, */
 #define MOST_STRIPS 8
 #define AHEAD_BYTES 49152 /* of what is multiplied, its memory is fetched */
-#define CHUNK 3      /* groups in a piece, */
-#define PAIR 2       /* and strips */
+#define CHUNK 6      /* groups in a piece, */
+#define PAIR 2       /* and strips; */
+#define SPAN 8       /* strips that are walked together along K */
 #if LANES == 16
 #define MOST_TILE_ROWS 12 /* with two strips: 24 of 32 registers hold sums */
 #define MOST_DIRECT_ROWS 8
@@ -256,28 +257,46 @@ INLINE const float *floats_of(const int kind, const Projection *w, int64_t strip
     return room;
 }
 
+/* Whether rows that far apart share so few of the first cache's sets that a tile of them does not stay there. */
+static int crowded(int64_t stride) { return stride * (int64_t)sizeof(float) / 64 % 8 == 0; }
+
+static void copy_rows(const float *x, int64_t stride, int64_t rows, int64_t steps, float *to) { /* [rows, CHUNK * GROUP] */
+    for (int64_t r = 0; r < rows; r++, x += stride, to += CHUNK * GROUP) {
+        int64_t i = 0;
+        for (; i + LANES <= steps; i += LANES) store(to + i, load(x + i));
+        for (; i < steps; i++) to[i] = x[i];
+    }
+}
+
 INLINE void piece_walk(const int kind, const Linear *job, int64_t row, int64_t rows, int64_t strip, int64_t last) {
-    _Alignas(64) float room[PAIR][CHUNK * GROUP * LANES];
-    vec sums[MOST_BLOCK_ROWS * PAIR];
+    _Alignas(64) float room[PAIR][CHUNK * GROUP * LANES], copy[MOST_BLOCK_ROWS * CHUNK * GROUP];
+    vec sums[SPAN * MOST_BLOCK_ROWS];
     const int64_t k = job->w->k, tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS;
-    for (int64_t i = 0; k == 0 && i < rows * PAIR; i++) sums[i] = (vec){0};
-    for (; strip < last; strip += PAIR) {
-        const int strips = last - strip < PAIR ? (int)(last - strip) : PAIR;
+    const int copied = rows > MOST_TILE_ROWS && crowded(job->x_stride);
+    for (int64_t i = 0; k == 0 && i < rows * SPAN; i++) sums[i] = (vec){0};
+    for (; strip < last; strip += SPAN) {
+        const int64_t end = last - strip < SPAN ? last : strip + SPAN;
         for (int64_t at = 0; at < k; at += CHUNK * GROUP) {
             const int64_t steps = k - at < CHUNK * GROUP ? k - at : CHUNK * GROUP;
-            Piece piece = {.steps = steps, .apart = (kind == FLOATS ? PANEL : 1) * GROUP * LANES};
-            piece.next_apart = PANEL * group_bytes(kind), piece.next_bytes = PAIR * group_bytes(kind) / GROUP;
-            piece.next = strip_at(kind, job->w, strip) + (at / GROUP + CHUNK) * piece.next_apart;
-            piece.a = floats_of(kind, job->w, strip, at, steps, room[0]);
-            piece.b = strips == 1 ? piece.a : floats_of(kind, job->w, strip + 1, at, steps, room[1]);
-            for (int64_t left = tiles, first = 0; left > 0; left--) { /* tiles of nearly equal height */
-                const int64_t here = (rows - first + left - 1) / left;
-                const float *x = job->x + (row + first) * job->x_stride + at;
-                tile_of(here, x, job->x_stride, &piece, at == 0, sums + first * PAIR);
-                first += here;
+            const float *x = job->x + row * job->x_stride + at;
+            if (copied) copy_rows(x, job->x_stride, rows, steps, copy);
+            const int64_t stride = copied ? CHUNK * GROUP : job->x_stride;
+            for (int64_t s = strip; s < end; s += PAIR) {
+                Piece piece = {.steps = steps, .apart = (kind == FLOATS ? PANEL : 1) * GROUP * LANES};
+                piece.next_apart = PANEL * group_bytes(kind), piece.next_bytes = PAIR * group_bytes(kind) / GROUP;
+                piece.next = strip_at(kind, job->w, s) + (at / GROUP + CHUNK) * piece.next_apart;
+                piece.a = floats_of(kind, job->w, s, at, steps, room[0]);
+                piece.b = s + 1 == end ? piece.a : floats_of(kind, job->w, s + 1, at, steps, room[1]);
+                for (int64_t left = tiles, first = 0; left > 0; left--) { /* tiles of nearly equal height */
+                    const int64_t here = (rows - first + left - 1) / left;
+                    vec *kept = sums + (s - strip) * rows + first * PAIR;
+                    tile_of(here, (copied ? copy : x) + first * stride, stride, &piece, at == 0, kept);
+                    first += here;
+                }
             }
         }
-        finish_tile(job, row, rows, strip, strips, PAIR, sums);
+        for (int64_t s = strip; s < end; s += PAIR)
+            finish_tile(job, row, rows, s, s + 1 == end ? 1 : PAIR, PAIR, sums + (s - strip) * rows);
     }
 }
 
