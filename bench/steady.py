@@ -1,9 +1,10 @@
 """`bench steady`: many short requests, and whether a server is at the end what it was near the beginning.
 
 A closed loop of clients sends them all; the run is cut into windows of `--window` requests. The first window warms the
-server up and does not count: the second and the last are compared, in time a token and in memory. Memory is what the
-server's processes on this machine hold (pids from /pools, and whoever listens on the port); for a server that is
-elsewhere, or not ours, only times are compared.
+server up and does not count: the second and the last are compared, in time a token, in processor time a request and in
+memory. The last two are what the server's processes on this machine use (pids from /pools, and whoever listens on the
+port); for a server that is elsewhere, or not ours, only times are compared. Other work on the machine changes times by
+half and more; processor time tells whether the server does more than before.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Window:
     ttft_p50_ms: float
     tpot_p50_ms: float
     rss_mib: dict[str, float]  # by process
+    cpu_ms: dict[str, float]  # by process, of a request
 
 
 async def server_processes(session: aiohttp.ClientSession, url: str) -> dict[str, psutil.Process]:
@@ -77,15 +79,21 @@ async def measure(args: argparse.Namespace) -> list[Window]:
         sent = 0
         while sent < args.num_requests:
             count = min(args.window, args.num_requests - sent)
-            run = Run(Client(session, args.url, model.name))
+            run, before_s = Run(Client(session, args.url, model.name)), _cpu_seconds(processes)
             await run.closed_loop(islice(plan, count), concurrency=args.concurrency)
             sent += count
-            windows.append(_window(run, sent, processes))
+            windows.append(_window(run, sent, processes, before_s))
             console.print(f"{sent} requests, {windows[-1].tpot_p50_ms:.2f} ms a token")
     return windows
 
 
-def _window(run: Run, sent: int, processes: dict[str, psutil.Process]) -> Window:
+def _cpu_seconds(processes: dict[str, psutil.Process]) -> dict[str, float]:
+    return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+
+
+def _window(
+    run: Run, sent: int, processes: dict[str, psutil.Process], before_s: dict[str, float]
+) -> Window:
     """Raises BenchError when nothing of it succeeded."""
     good = [record for record in run.records if record.ok and record.tpot_s is not None and record.ttft_s is not None]
     if not good:
@@ -98,6 +106,9 @@ def _window(run: Run, sent: int, processes: dict[str, psutil.Process]) -> Window
         ttft_p50_ms=1000 * statistics.median(record.ttft_s or 0.0 for record in good),
         tpot_p50_ms=1000 * statistics.median(record.tpot_s or 0.0 for record in good),
         rss_mib={name: process.memory_info().rss / 2**20 for name, process in processes.items()},
+        cpu_ms={
+            name: 1000 * (after_s - before_s[name]) / len(good) for name, after_s in _cpu_seconds(processes).items()
+        },
     )
 
 
@@ -107,6 +118,7 @@ def compare(windows: list[Window]) -> dict[str, float]:
     ratios = {
         "tpot_ratio": _ratio(last.tpot_p50_ms, first.tpot_p50_ms),
         "ttft_ratio": _ratio(last.ttft_p50_ms, first.ttft_p50_ms),
+        "cpu_ratio": _ratio(sum(last.cpu_ms.values()), sum(first.cpu_ms.values())),
     }
     return ratios | {f"{name}_grown_mib": last.rss_mib[name] - size for name, size in first.rss_mib.items()}
 
@@ -143,17 +155,20 @@ def main(arguments: list[str]) -> int:
     console.print(f"{machine.cpu}, {machine.cores} cores, load average {machine.load_average}; {machine.commit}")
     console.print(f"$ {command}", highlight=False)
     names = list(windows[0].rss_mib)
-    table = Table("requests", "failed", "requests/s", "TTFT p50 ms", "TPOT p50 ms", *(f"{name} MiB" for name in names))
+    headings = "requests", "failed", "requests/s", "TTFT p50 ms", "TPOT p50 ms", "CPU ms a request"
+    table = Table(*headings, *(f"{name} MiB" for name in names))
     for window in windows:
         table.add_row(
             str(window.requests), str(window.failed), f"{window.requests_per_s:.1f}", f"{window.ttft_p50_ms:.1f}",
-            f"{window.tpot_p50_ms:.2f}", *(f"{window.rss_mib[name]:.1f}" for name in names),
+            f"{window.tpot_p50_ms:.2f}", f"{sum(window.cpu_ms.values()):.2f}",
+            *(f"{window.rss_mib[name]:.1f}" for name in names),
         )  # fmt: skip
     console.print(table)
     verdict = compare(windows)
     parts = [f"{name.removesuffix('_grown_mib')} {value:+.1f} MiB" for name, value in verdict.items() if "mib" in name]
     console.print(
-        f"last window against the second: TPOT {verdict['tpot_ratio']:.2f} x, TTFT {verdict['ttft_ratio']:.2f} x; "
+        f"last window against the second: TPOT {verdict['tpot_ratio']:.2f} x, TTFT {verdict['ttft_ratio']:.2f} x, "
+        f"CPU time {verdict['cpu_ratio']:.2f} x; "
         + ", ".join(parts)
     )
     result = {"machine": asdict(machine), "command": command, "seed": args.seed, **verdict}

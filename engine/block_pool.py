@@ -2,7 +2,8 @@
 
 Pure Python, no tensors. Every block is in exactly one of three states:
 
-    free      no reference, not indexed
+    free      no reference, not indexed; the one that was freed last is used first: what it lies in is still in a
+              cache, and a pool that is larger than the need takes no memory
     cached    no reference, indexed by the hash of its content and everything before it; evictable, oldest first
     held      one reference for every block table it stands in
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._free: deque[int] = deque(range(num_blocks))
+        self._free = list(reversed(range(num_blocks)))  # the next one at the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._references = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
@@ -88,7 +89,7 @@ class BlockPool:
         blocks: list[int] = []
         for _ in range(count):
             if self._free:
-                block = self._free.popleft()
+                block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
                 del self._block_of[self._key_of.pop(block)]

@@ -19,6 +19,7 @@ float64 on the host, so a token never depends on the batch it was sampled in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..kernels.greedy import largest
 from ..transfer.sampling_params import SamplingParams
 
 NOT_FINITE = -1
@@ -69,11 +71,9 @@ def sample(
     if not rows:
         return []
     logits = constrained(logits, [row.mask for row in rows])
-    largest, greedy = logits.max(dim=-1)  # NaN wins over everything, so one look at the maximum finds it
-    usable: list[bool] = torch.isfinite(largest).tolist()
-    tokens: list[int] = [
-        token if is_usable else NOT_FINITE for token, is_usable in zip(greedy.tolist(), usable, strict=True)
-    ]
+    most, greedy = largest(logits)  # NaN wins over everything, so one look at the maximum finds it
+    usable = [math.isfinite(value) for value in most]
+    tokens = [token if is_usable else NOT_FINITE for token, is_usable in zip(greedy, usable, strict=True)]
     worked = [i for i, row in enumerate(rows) if usable[i] and not _is_plain_greedy(row)]
     if worked:
         scores: Floats = logits[worked].cpu().double().numpy()

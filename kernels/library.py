@@ -48,6 +48,7 @@ SIGNATURES = {  # a letter for every argument
     "pd_gated_mlp": "pppppi",
     "pd_quantized_linear": "ppipip",
     "pd_panel": "pp",
+    "pd_largest": "piiipp",
     "pd_attend": "pppip",
     "pd_write_kv": "ppipipi",
     "pd_gather_slab": "ppp",

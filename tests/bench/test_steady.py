@@ -22,16 +22,18 @@ async def test_every_window_is_reported(server: Any, script: Any) -> None:
     assert [window["requests"] for window in result["windows"]] == [10, 20, 25]
     assert all(window["failed"] == 0 and window["ttft_p50_ms"] > 0 for window in result["windows"])
     assert "gateway" in result["windows"][0]["rss_mib"]
+    assert result["windows"][0]["cpu_ms"]["gateway"] >= 0
     assert len(server.bodies) == 25
 
 
-def window(tpot_ms: float, rss_mib: float) -> Window:
-    return Window(500, 0, 1.0, 10.0, tpot_ms, {"decode-0": rss_mib})
+def window(tpot_ms: float, rss_mib: float, cpu_ms: float = 1.0) -> Window:
+    return Window(500, 0, 1.0, 10.0, tpot_ms, {"decode-0": rss_mib}, {"gateway": 1.0, "decode-0": cpu_ms})
 
 
 def test_the_first_window_is_not_what_the_last_is_compared_with() -> None:
-    verdict = compare([window(9.0, 50.0), window(2.0, 100.0), window(2.0, 101.0), window(3.0, 104.0)])
+    verdict = compare([window(9.0, 50.0), window(2.0, 100.0), window(2.0, 101.0), window(3.0, 104.0, 2.0)])
     assert verdict["tpot_ratio"] == pytest.approx(1.5)
+    assert verdict["cpu_ratio"] == pytest.approx(1.5)
     assert verdict["decode-0_grown_mib"] == pytest.approx(4.0)
 
 

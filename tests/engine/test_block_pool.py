@@ -29,6 +29,18 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.num_available == 1
 
 
+def test_short_sequences_one_after_the_other_use_the_same_blocks() -> None:
+    """A pool as large as memory allows is not walked through by requests that need a fraction of it."""
+    pool = BlockPool(100, 4)
+    used: set[int] = set()
+    for request in range(50):
+        tables = [table_with(pool, [request, choice]) for choice in range(3)]
+        used.update(block for table in tables for block in table.blocks)
+        for table in tables[:: -1 if request % 2 else 1]:
+            table.release()
+    assert len(used) == 3
+
+
 def test_match_leaves_at_least_one_token_to_compute() -> None:
     pool = BlockPool(8, 4)
     tokens = list(range(8))
