@@ -99,11 +99,6 @@ class Intake:
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         return self._bulk.socket, self._control.socket
 
-    @property
-    def has_senders(self) -> bool:
-        """Is any prefill worker connected?"""
-        return bool(self._consumed)
-
     def poll_control(self, worker: str) -> Iterator[tuple[str, PeerHeartbeat]]:
         """Answer hellos; yields (identity, heartbeat)."""
         for received in self._control.receive(CONTROL_PER_POLL):

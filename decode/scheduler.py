@@ -244,12 +244,18 @@ class Scheduler:
         """May the gateway have it recomputed by prefill? Only if that is all there is of its request."""
         return bool(sequence.prefill) and sequence.num_choices == 1 and len(self._jobs[sequence.key]) == 1
 
-    def _admit(self, now: float, plan: Plan) -> None:
+    def admit(self, now: float) -> Plan:
+        """In the middle of a step: give blocks to those that wait, up to the first that has to be copied back."""
+        plan = Plan()
+        self._admit(now, plan, swapping=False)
+        return plan
+
+    def _admit(self, now: float, plan: Plan, *, swapping: bool = True) -> None:
         """Give blocks to the head of the WAITING queue while they fit. One spare block per holder stays free."""
         waiting = self.in_state(State.WAITING)
         holders = len(self.in_state(*HOLDING))
         for sequence in waiting:
-            if holders >= self._limits.max_sequences:
+            if holders >= self._limits.max_sequences or (sequence in self.swap and not swapping):
                 return
             if not sequence.scoring:  # cached tokens have no logits
                 sequence.table.match_prefix(sequence.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.rate import WORKER_WINDOW_S, Rate
+from ..engine.rate import PromptRate
 from ..transfer.reports import Speed
 
 ITL_BUDGET_S = 0.1  # of a step with a chunk in it, where --itl-slo-ms says nothing
@@ -32,19 +32,19 @@ class Speeds:
 
     def __init__(self, limits: ChunkLimits) -> None:
         self._limits = limits
-        self._alone = Rate(WORKER_WINDOW_S)
+        self._alone = PromptRate()
         self._steps_s: dict[int, float] = {}  # running sequences → mean length of their steps
         self._token_s = 0.0  # of a prompt, beside running sequences; 0: not known yet
 
-    def measured(self, running: int, prompt_tokens: int, elapsed_s: float) -> None:
-        """A step of so many running sequences and prompt tokens took so long."""
+    def measured(self, running: int, prompt_tokens: int, elapsed_s: float, helped_s: float = 0.0) -> None:
+        """A step of so many running sequences and prompt tokens took so long. `helped_s`: of helpers, in it."""
         if not prompt_tokens:
             known = self._steps_s.get(running, elapsed_s)
             self._steps_s[running] = MEMORY * known + (1 - MEMORY) * elapsed_s
         elif prompt_tokens < self._limits.block_size:
             return  # the rest of a prompt: what it costs says little about others
         elif not running:
-            self._alone.add(prompt_tokens, elapsed_s)
+            self._alone.add(prompt_tokens, elapsed_s, helped_s)
         else:
             least_s = LEAST_SHARE * elapsed_s / (running + prompt_tokens)
             if running not in self._steps_s and self._token_s:  # what a token costs is known better than such a step
@@ -70,8 +70,8 @@ class Speeds:
 
     def chunk_tokens(self, running: int, *, expecting: bool = False) -> int:
         """The most tokens of a prompt for the next step: what the ITL budget affords beside running sequences; and also
-        while others may want something any moment (`expecting`): a reservation, or the step after a handoff. Never less
-        than a block, or without company than a few: small parts take longer in all."""
+        while one may be handed over any moment (`expecting`), since prefill is at its prompt. Never less than a block,
+        or without company than a few: small parts take longer in all."""
         most, block_size = self._limits.most_tokens, self._limits.block_size
         if not running and not expecting:
             return most
@@ -93,7 +93,8 @@ class Speeds:
         """Of a prompt's token in a small chunk; 0 while nothing is known."""
         return self._token_s or 1 / (self._alone.per_s or float("inf"))
 
-    def report(self, running: int, streaming_s: float) -> Speed:
+    def report(self, running: int, streaming_s: float, *, borrows: bool = False) -> Speed:
+        """As the gateway is told. `borrows`: may neighbours' cores help while they are idle?"""
         company = max(running, 1)
         chunk = self.chunk_tokens(company)
         length_s = self.step_s(company) + chunk * self._cost_s
@@ -103,4 +104,5 @@ class Speeds:
             beside_tokens_per_s=chunk / length_s if self._cost_s else 0.0,
             keeps_slo=self._keeps_slo(company, chunk),
             streaming_s=streaming_s,
+            lone_tokens_per_s=self._alone.lone_per_s(borrows=borrows) or 0.0,
         )

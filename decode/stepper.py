@@ -35,7 +35,9 @@ class Stepper:
         between_layers: Callable[[], None],
         grammars: Grammars,
         speeds: Speeds,
+        helped_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`helped_s`: for how long neighbours' cores have helped so far."""
         self._grammars = grammars
         self._engine = engine
         self._swap = swap
@@ -44,6 +46,7 @@ class Stepper:
         self._runner = Runner(engine.model, engine.cache, self._on_layer)
         self._graphs: DecodeGraphs | None = None
         self._speeds = speeds
+        self._helped_s = helped_s
         self.running: list[Work] = []  # the batch, while it runs
 
     def _on_layer(self, layer: int) -> None:
@@ -64,7 +67,7 @@ class Stepper:
     def run(self, batch: list[Work]) -> tuple[torch.Tensor, list[Scores]] | None:
         """Logits [works that sample, vocab] of the batch, and the scores of each work's prompt tokens, from token
         `work.start` + 1 on, if it is to have them; None when the step was cancelled half-way."""
-        started = time.monotonic()
+        started, helped_s = time.monotonic(), self._helped_s()
         num_running = sum(work.sequence.state is State.RUNNING for work in batch)
         self.running = batch
         chunks = [_chunk(work) for work in batch]
@@ -78,7 +81,7 @@ class Stepper:
         finally:
             self.running = []
         prompt_tokens = sum(work.count for work in batch) - num_running
-        self._measure(num_running, prompt_tokens, time.monotonic() - started)
+        self._measure(num_running, prompt_tokens, time.monotonic() - started, self._helped_s() - helped_s)
         return logits, scores
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:  # [chunks that sample, vocab]
@@ -86,10 +89,10 @@ class Stepper:
             return self._graphs.run(chunks)
         return self._runner.forward(chunks)
 
-    def _measure(self, running: int, prompt_tokens: int, elapsed_s: float) -> None:
+    def _measure(self, running: int, prompt_tokens: int, elapsed_s: float, helped_s: float) -> None:
         self._metrics.step_seconds.observe(elapsed_s)
         self._metrics.computed_tokens.inc(running + prompt_tokens)
-        self._speeds.measured(running, prompt_tokens, elapsed_s)
+        self._speeds.measured(running, prompt_tokens, elapsed_s, helped_s)
 
     def pick(
         self, logits: torch.Tensor, sampling: list[Work]

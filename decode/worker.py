@@ -1,14 +1,12 @@
 """The decode worker: one loop that receives what has arrived, schedules, runs one step, and sends what came of it.
 
 The loop's thread owns the model, the pool and every sequence. While a step runs, the hook between two layers looks at
-the control sockets too, so a cancel or a heartbeat never waits for a long chunk; everything but a cancel is kept for
-the loop's next turn.
+the control sockets too, so a cancel, a heartbeat or a reservation never waits for a long chunk.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Sequence as ListOf
@@ -19,10 +17,10 @@ from ..engine.block_pool import root_key
 from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull
 from ..engine.logprobs import prompt_messages
+from ..engine.registration import registration
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
-from ..transfer.links import offered
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Abort,
@@ -85,7 +83,11 @@ class DecodeWorker:
         self._receiver = Receiver(self._layout)
         self._grammars = Grammars(engine.tokenizer)
         self._speeds = Speeds(ChunkLimits(config.worker.chunk_tokens, engine.pool.block_size, config.itl_slo_s))
-        self._stepper = Stepper(engine, swap, self._metrics, self._between_layers, self._grammars, self._speeds)
+        self._cores = cores or no_cores()
+        self._stepper = Stepper(
+            engine, swap, self._metrics, self._between_layers, self._grammars, self._speeds,
+            self._cores.helped_s,
+        )  # fmt: skip
         self._intake = Intake(
             self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
             config.worker.link, engine.device, config.worker.ring_bytes,
@@ -103,7 +105,6 @@ class DecodeWorker:
         self._pumped_at = 0.0
         self._outbox = Outbox()
         self._ready = False
-        self._cores = cores or no_cores()
         self._stopping = False
 
     def _root_of(self, cache_salt: str) -> bytes:
@@ -149,13 +150,7 @@ class DecodeWorker:
         self._pump()
         self._grammars.poll()
         self._fail_grammars()
-        for _ in range(len(self._inbox)):
-            tie, message = self._inbox.popleft()
-            match message:
-                case Reserve():
-                    self._reserve(tie, message)
-                case _:
-                    self._frames.drop("unexpected")
+        self._take_requests()
         busy = any(s.state is State.RUNNING for s in self._scheduler)
         for received in self._intake.poll_bulk(BUSY_INTAKE_BYTES if busy else IDLE_INTAKE_BYTES):
             self._take(received)
@@ -173,10 +168,15 @@ class DecodeWorker:
         poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS)
 
     def _between_layers(self) -> None:
-        """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
+        """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more.
+
+        Who asks for a reservation need not wait for the end of the step: the blocks of those in it are theirs already.
+        """
         if time.monotonic() - self._pumped_at < PUMP_EVERY_S:
             return
         self._pump()
+        self._take_requests()
+        self._announce(self._scheduler.admit(time.monotonic()))
         step = self._stepper.running
         if step and all(work.sequence.state is State.FINISHED for work in step):
             raise StepCancelled
@@ -207,6 +207,15 @@ class DecodeWorker:
         self._pumped_at = time.monotonic()
 
     # --- requests --------------------------------------------------------------------------------------------
+
+    def _take_requests(self) -> None:
+        for _ in range(len(self._inbox)):
+            tie, message = self._inbox.popleft()
+            match message:
+                case Reserve():
+                    self._reserve(tie, message)
+                case _:
+                    self._frames.drop("unexpected")
 
     def _reserve(self, tie: GatewayTie, message: Reserve) -> None:
         key = message.request, message.attempt
@@ -352,7 +361,8 @@ class DecodeWorker:
     # --- one step --------------------------------------------------------------------------------------------
 
     def _chunk_tokens(self, running: int) -> int:
-        return self._speeds.chunk_tokens(running, expecting=self._intake.has_senders)
+        expecting = any(s.state is State.RECEIVING for s in self._scheduler)
+        return self._speeds.chunk_tokens(running, expecting=expecting)
 
     def _run_step(self, batch: list[Work]) -> None:
         self._cores.busy()
@@ -404,23 +414,11 @@ class DecodeWorker:
         self._intake.send_credits()
 
     def _registration(self) -> Register:
-        bulk, control = self._config.advertise(self._intake.addresses)
-        return Register(
-            worker=self._members.worker,
-            role="decode",
-            model=self._config.worker.engine.served_model_name,
-            layout=self._layout,
-            host=self._host,
-            bulk_address=bulk,
-            peer_address=control,
-            links=offered(self._config.worker.link, self._engine.device is not None),
-            block_size=self._engine.pool.block_size,
-            num_blocks=self._engine.pool.num_blocks,
-            max_model_len=self._engine.model.max_model_len,
-            max_sequences=self._config.max_sequences,
-            pid=os.getpid(),
-            device=self._engine.device.identity if self._engine.device else None,
-        )
+        addresses = self._config.advertise(self._intake.addresses)
+        worker, config = self._members.worker, self._config
+        return registration(
+            worker, "decode", config.worker, self._engine, self._host, config.max_sequences, addresses
+        )  # fmt: skip
 
     def _heartbeat(self, tie: GatewayTie) -> WorkerHeartbeat:
         states = [s.state for s in self._scheduler]
@@ -437,7 +435,9 @@ class DecodeWorker:
             draining=self._members.draining,
             links=[],
             metrics=self._metrics.snapshot(self._engine.pool, self._frames, self._cores),
-            speed=self._speeds.report(states.count(State.RUNNING), self._scheduler.streaming_s(time.monotonic())),
+            speed=self._speeds.report(
+                states.count(State.RUNNING), self._scheduler.streaming_s(time.monotonic()), borrows=self._cores.borrows
+            ),
         )
 
     def _check_invariants(self) -> None:

@@ -67,6 +67,15 @@ class Cores:
             got = set_helpers(self._library, lent, lenders, self._seat.name)
             log.info("computes on core %d, and on %d of %s while idle", self._seat.core, got, lent)
 
+    @property
+    def borrows(self) -> bool:
+        """Are there cores that it may use while they are idle?"""
+        return bool(self._lent)
+
+    def helped_s(self) -> float:
+        """Seconds that helpers have worked, in all."""
+        return sum(helped_seconds(self._library)) if self._library is not None else 0.0
+
     def helped(self) -> tuple[float, int]:
         """(seconds that helpers have worked, how many of them did) since the last call."""
         if self._library is None:

@@ -283,7 +283,7 @@ class Dispatcher:
         if prefill is None:
             here = at_decode(decode, missing[decode.id])
             return forced("resumed" if wanted.spread else "no_prefill", here)
-        there = at_prefill(prefill, missing[prefill.id])
+        there = at_prefill(prefill, decode, missing[prefill.id])
         if self._mode == "never":
             return choose(there, None, wanted.first_seen)
         return choose(there, [at_decode(d, missing[name]) for name, d in helpers.items()], wanted.first_seen)
@@ -308,6 +308,7 @@ class Dispatcher:
         """Decode has a place for it; who computes its prompt is certain now."""
         if event.local and place.prefill is not None:  # less is missing than was thought
             place.choice = Choice("decode", event.reason)
+        place.decode.pace.answered(self.clock() - place.placed_at)
         self._counts.count_choice(place.choice.where, place.choice.reason)
         return place.choice
 

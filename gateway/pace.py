@@ -9,6 +9,8 @@ from __future__ import annotations
 from ..engine.rate import Rate
 
 STEP_WINDOW = 16.0  # decode steps that the mean step time remembers
+ANSWER_WINDOW = 16.0  # the same of answers to Reserve
+LONGEST_ANSWER_S = 0.2  # one that takes longer has waited for blocks, which says nothing about the way
 
 
 class Pace:
@@ -20,6 +22,7 @@ class Pace:
         self._steps = self._steps_s = self._sequences = 0.0  # sums over recent steps, fading
         self._batch: frozenset[str] = frozenset()
         self._stepped_at = 0.0
+        self.answer_s = 0.0  # mean time until a decode worker has answered a Reserve; 0 while nothing is known
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -29,6 +32,11 @@ class Pace:
         """A prompt that was sent there at `asked_at` is done. Until the one before was done, it had to wait."""
         self._compute.add(num_tokens, max(now - max(asked_at, self._computed_at), 0.0))
         self._computed_at = now
+
+    def answered(self, after_s: float) -> None:
+        """It has reserved blocks for a request, so long after that was placed there."""
+        after_s = min(after_s, LONGEST_ANSWER_S)
+        self.answer_s += (after_s - self.answer_s) / ANSWER_WINDOW if self.answer_s else after_s
 
     def stepped(self, requests: frozenset[str], now: float) -> None:
         """A decode step gave these requests tokens. Its length is known if it went on with one of them."""

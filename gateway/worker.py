@@ -209,11 +209,12 @@ def pair_load(decode: Worker, prefill: Worker | None) -> Pair:
     return Pair(load, PrefillLoad(prefill.id, prefill.queued_tokens(), len(prefill.legs)))
 
 
-def at_prefill(worker: Worker, missing_tokens: int) -> AtPrefill:
-    return AtPrefill(missing_tokens, worker.queued_before(missing_tokens), worker.speed)
+def at_prefill(worker: Worker, decode: Worker, missing_tokens: int) -> AtPrefill:
+    return AtPrefill(missing_tokens, worker.queued_before(missing_tokens), worker.speed, decode.pace.answer_s)
 
 
 def at_decode(worker: Worker, missing_tokens: int) -> AtDecode:
     return AtDecode(
-        worker.id, missing_tokens, worker.queued_tokens(), worker.speed, worker.streams_since(), worker.longest_stream()
-    )
+        worker.id, missing_tokens, worker.queued_tokens(), worker.speed, worker.streams_since(),
+        worker.longest_stream(), at_rest=not worker.legs,
+    )  # fmt: skip

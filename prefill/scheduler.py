@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..engine.block_pool import BlockPool, BlockTable
-from ..engine.order import length_tokens, rank_tokens
+from ..engine.order import length_tokens, rank_tokens, step_tokens
 from ..transfer.messages import Prefill
 from ..transfer.sender import Outgoing
 from .prompt import Key, Prompt, State, Work
 
-STEP_S = 0.15  # how long a step should take at most: a prompt that comes meanwhile waits for its end
 OLDEST_SHARE = 0.25  # of all tokens, for the prompt with the best rank while shorter ones pass it
-LEAST_STEP_TOKENS = 64  # fewer cost more each, and a step has some fixed cost
 
 
 @dataclass(frozen=True)
@@ -29,19 +27,13 @@ class PrefillLimits:
     max_waiting: int = 64
     max_computing: int = 16
 
-    def step_tokens(self, tokens_per_s: float | None) -> int:
-        """The budget of a step, by what has been measured; all there may be while nothing has."""
-        if tokens_per_s is None:
-            return self.chunk_tokens
-        return min(self.chunk_tokens, max(LEAST_STEP_TOKENS, int(tokens_per_s * STEP_S)))
-
 
 class Scheduler:
     """All prompts of one prefill worker. `root_of(cache_salt)` gives the start of a prompt's hash chain."""
 
     def __init__(self, pool: BlockPool, limits: PrefillLimits, root_of: Callable[[str], bytes]) -> None:
         self._pool = pool
-        self.limits = limits
+        self._limits = limits
         self._root_of = root_of
         self._prompts: dict[Key, Prompt] = {}
         self._leaving: list[Prompt] = []  # needed no more, but a device still copies out of their blocks
@@ -65,8 +57,8 @@ class Scheduler:
         num_tokens = len(message.prompt) + len(message.output)
         if self._pool.blocks_for(num_tokens) > self._pool.num_blocks:
             return f"{num_tokens} tokens are more than the pool's {self._pool.num_blocks} blocks"
-        if len(self.in_state(State.WAITING)) >= self.limits.max_waiting:
-            return f"{self.limits.max_waiting} prompts are waiting already"
+        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
+            return f"{self._limits.max_waiting} prompts are waiting already"
         return ""
 
     def add(self, message: Prefill, outgoing: Outgoing, now: float) -> None:
@@ -96,9 +88,10 @@ class Scheduler:
 
     # --- one turn --------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, step_tokens: int) -> list[Work]:
-        """The chunks of the next step, of so many tokens at most. Where a prompt ends, more than half of that is
-        enough: the rest would only delay its first token."""
+    def plan(self, now: float, tokens_per_s: float | None) -> list[Work]:
+        """The chunks of the next step, by the measured speed. Where a prompt ends, more than half of what may be
+        computed is enough: the rest would only delay its first token."""
+        budget = step_tokens(self._limits.chunk_tokens, tokens_per_s)
         leaving, self._leaving = self._leaving, []
         for prompt in leaving:
             self._let_go(prompt)
@@ -109,10 +102,10 @@ class Scheduler:
         shortest = min(candidates, key=_length, default=None)
         first = oldest if self._owed > 0 else None
         candidates.sort(key=lambda p: (p is not first, _length(p)))
-        batch = self._chunks(candidates, step_tokens, now)
+        batch = self._chunks(candidates, budget, now)
         if oldest is not shortest:
             more = sum(work.count * (OLDEST_SHARE - (work.prompt is oldest)) for work in batch)
-            self._owed = min(max(self._owed + more, -float(step_tokens)), float(step_tokens))
+            self._owed = min(max(self._owed + more, -float(budget)), float(budget))
         else:
             self._owed = 0.0
         return batch
@@ -126,7 +119,7 @@ class Scheduler:
             if left == 0 or (left < enough and any(work.samples for work in batch)):
                 break
             if prompt.state is State.WAITING:
-                if computing >= self.limits.max_computing or not self._start(prompt, now):
+                if computing >= self._limits.max_computing or not self._start(prompt, now):
                     continue
                 computing += 1
             count = min(left, prompt.num_missing)

@@ -8,7 +8,6 @@ sockets, so a cancel takes effect between two layers.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 
@@ -19,13 +18,13 @@ from ..engine.block_pool import root_key
 from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
-from ..engine.rate import WORKER_WINDOW_S, Rate
+from ..engine.rate import PromptRate
+from ..engine.registration import registration
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import StepCancelled
-from ..transfer.links import offered
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Busy,
@@ -85,7 +84,7 @@ class PrefillWorker:
         self._pumped_at = 0.0
         self._incarnation = self._members.worker
         self._step: list[Work] = []
-        self._rate = Rate(WORKER_WINDOW_S)  # of prompt tokens
+        self._rate = PromptRate()
         self._ready = False
         self._cores = cores or no_cores()
         self._stopping = False
@@ -111,8 +110,7 @@ class PrefillWorker:
             while not self._stopping and not self._members.may_leave:
                 self._cores.look(time.monotonic())
                 self._receive()
-                step_tokens = self._scheduler.limits.step_tokens(self._rate.per_s)
-                batch = self._scheduler.plan(time.monotonic(), step_tokens)
+                batch = self._scheduler.plan(time.monotonic(), self._rate.per_s)
                 if batch:
                     self._run_step(batch)
                 self._send()
@@ -287,7 +285,7 @@ class PrefillWorker:
 
     def _run_step(self, batch: list[Work]) -> None:
         self._cores.busy()
-        started = time.monotonic()
+        started, helped_s = time.monotonic(), self._cores.helped_s()
         self._step = batch
         chunks = [_chunk(work) for work in batch]
         sampling = [w.prompt.message for w in batch if w.samples]
@@ -305,7 +303,7 @@ class PrefillWorker:
         self._metrics.step_seconds.observe(elapsed_s)
         self._metrics.computed_tokens.inc(num_tokens)
         if num_tokens >= self._engine.pool.block_size:  # the few last tokens of a prompt say little about others
-            self._rate.add(num_tokens, elapsed_s)
+            self._rate.add(num_tokens, elapsed_s, self._cores.helped_s() - helped_s)
         for work, entries in zip(batch, scores, strict=True):
             if work.prompt.state is State.COMPUTING:
                 self._scheduler.computed(work)
@@ -369,22 +367,8 @@ class PrefillWorker:
                 self._drop(prompt.key)
 
     def _registration(self) -> Register:
-        return Register(
-            worker=self._members.worker,
-            role="prefill",
-            model=self._config.worker.engine.served_model_name,
-            layout=self._layout,
-            host=self._host,
-            bulk_address="",
-            peer_address="",
-            links=offered(self._config.worker.link, self._engine.device is not None),
-            block_size=self._engine.pool.block_size,
-            num_blocks=self._engine.pool.num_blocks,
-            max_model_len=self._engine.model.max_model_len,
-            max_sequences=self._config.max_waiting,
-            pid=os.getpid(),
-            device=self._engine.device.identity if self._engine.device else None,
-        )
+        worker, config = self._members.worker, self._config
+        return registration(worker, "prefill", config.worker, self._engine, self._host, config.max_waiting)
 
     def _heartbeat(self, tie: GatewayTie) -> WorkerHeartbeat:
         counts = self._engine.pool.counts
@@ -400,7 +384,10 @@ class PrefillWorker:
             draining=self._members.draining,
             links=self._peers.report(),
             metrics=self._metrics.snapshot_with(self._peers, self._engine.pool, self._frames, self._cores),
-            speed=Speed(prompt_tokens_per_s=self._rate.per_s or 0.0),
+            speed=Speed(
+                prompt_tokens_per_s=self._rate.per_s or 0.0,
+                lone_tokens_per_s=self._rate.lone_per_s(borrows=self._cores.borrows) or 0.0,
+            ),
         )
 
     def _check_invariants(self) -> None:

@@ -1,14 +1,17 @@
 """A prefill and a decode worker, driven from the gateway's end: exact tokens, exact bytes, nothing left behind."""
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pdserve.decode.worker import DecodeWorker
 from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Peer, Peers, Reserved
 from tests.engine.tiny_models import build, prompts, reference
-from tests.worker_rig import Rig, prefill_message, reserve_message
+from tests.worker_rig import WAIT_S, Rig, prefill_message, reserve_message
 
 PROMPTS = prompts([50, 3, 33])
 LONG = prompts([200])[0]
@@ -221,6 +224,33 @@ def test_a_cancel_at_decode_alone_stops_prefill_too(rig: Rig) -> None:
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.retryable) == ("gone", True)
     settle(rig, prefill, decode)
+
+
+def test_a_reservation_does_not_wait_for_the_end_of_a_step(rig: Rig, golden: list[list[int]]) -> None:
+    decode = rig.start_decode()
+    worker, _ = rig.workers[0]
+    assert isinstance(worker, DecodeWorker)
+    runner, reserved = worker._stepper._runner, threading.Event()
+    on_layer = runner.on_layer
+
+    def linger(layer: int) -> None:
+        """As long as a step that takes seconds."""
+        on_layer(layer)
+        until = time.monotonic() + WAIT_S
+        while not reserved.is_set() and time.monotonic() < until:
+            time.sleep(0.005)
+            on_layer(layer)
+
+    runner.on_layer = linger
+    for i, prompt in enumerate(PROMPTS[:2]):
+        rig.live.add((f"r{i}", 1))
+        rig.send(decode, reserve_message(f"r{i}", prompt))
+        rig.wait_for(Reserved, f"r{i}")
+    assert not rig.tokens("r0"), "its step still runs"
+    reserved.set()
+    rig.until(lambda: bool(rig.finished("r0") and rig.finished("r1")), "both have finished")
+    assert [rig.tokens(f"r{i}")[0] for i in range(2)] == golden[:2]
+    settle(rig, decode)
 
 
 def test_a_reservation_nobody_fills_ends_at_its_deadline(rig: Rig) -> None:

@@ -26,7 +26,8 @@ class Link:
 class Speed:
     """How fast a worker has been of late, by its own measurements; 0 where it has not measured anything yet.
 
-    `prompt_tokens_per_s`: of prompts, with nothing beside them. The rest is of decode workers only:
+    `prompt_tokens_per_s`: of prompts, with nothing beside them. `lone_tokens_per_s`: while nothing else runs on the
+    machine, so that idle cores help. The rest is of decode workers only:
     `step_s`: a step of what runs there now, without any prompt.
     `beside_tokens_per_s`: of prompts, in the chunks that go with the steps of what runs there now, or of one sequence.
     `keeps_slo`: such a step is within --itl-slo-ms. Never true without that flag.
@@ -38,6 +39,7 @@ class Speed:
     beside_tokens_per_s: PerSecond = 0.0
     keeps_slo: bool = False
     streaming_s: Seconds = 0.0
+    lone_tokens_per_s: PerSecond = 0.0
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -136,3 +136,16 @@ def test_an_slo_without_bounds_takes_the_most_and_no_more() -> None:
     speeds = seen(slo_s=1e308)
     assert speeds.chunk_tokens(4) == MOST
     assert speeds.report(4, 1.0).keeps_slo
+
+
+def test_speed_alone_on_the_machine_is_not_forgotten_while_neighbours_are_busy() -> None:
+    speeds = Speeds(ChunkLimits(MOST, BLOCK))
+    speeds.measured(0, MOST, 1.0, helped_s=0.0)
+    assert speeds.report(0, 0.0, borrows=True).lone_tokens_per_s == 0.0, "not known yet"
+    assert speeds.report(0, 0.0, borrows=False).lone_tokens_per_s == pytest.approx(MOST)
+    speeds.measured(0, MOST, 0.5, helped_s=0.4)
+    for _ in range(20):
+        speeds.measured(0, MOST, 1.0, helped_s=0.1)
+    report = speeds.report(0, 0.0, borrows=True)
+    assert report.lone_tokens_per_s == pytest.approx(2 * MOST)
+    assert report.prompt_tokens_per_s == pytest.approx(MOST, rel=0.05)

@@ -17,19 +17,32 @@ ARRIVED = 100.0
 EARLIER, LATER = 90.0, 101.0  # when streams began
 
 
-def there(queued: int = 0, speed: Speed = FAST) -> AtPrefill:
-    return AtPrefill(400, queued, speed)
+def there(queued: int = 0, speed: Speed = FAST, asking: float = 0.0) -> AtPrefill:
+    return AtPrefill(400, queued, speed, asking)
 
 
 def here(
     since: float | None = None, queued: int = 0, keeps_slo: bool = False, missing: int = 400, speed: Speed = DECODE,
-    name: str = "d", longest: int = 400,
+    name: str = "d", longest: int = 400, at_rest: bool = False,
 ) -> AtDecode:  # fmt: skip
-    return AtDecode(name, missing, queued, dataclasses.replace(speed, keeps_slo=keeps_slo), since, longest)
+    return AtDecode(name, missing, queued, dataclasses.replace(speed, keeps_slo=keeps_slo), since, longest, at_rest)
+
+
+def lone(tokens_per_s: float) -> Speed:
+    return dataclasses.replace(DECODE, lone_tokens_per_s=tokens_per_s)
 
 
 SITUATIONS = {
-    "all idle: decode is kept free for streams": (there(), [here()], "prefill", "faster_there"),
+    "all idle, but somebody is on the way to decode": (there(), [here()], "prefill", "faster_there"),
+    "all idle": (there(), [here(at_rest=True)], "decode", "idle"),
+    "all idle, decode is slower": (there(speed=lone(900)), [here(at_rest=True, speed=lone(700))], "prefill",
+        "faster_there"),
+    "all idle, decode was measured without help": (there(speed=lone(900)), [here(at_rest=True)], "decode", "idle"),
+    "all idle, decode is slower, which asking it makes up for": (
+        there(speed=lone(900), asking=0.1), [here(at_rest=True, speed=lone(700))], "decode", "idle"),
+    "decode idle, a prompt at prefill that is as short": (
+        there(80), [here(at_rest=True)], "prefill", "faster_there"),
+    "all idle but for a stream of another gateway": (there(), [here(EARLIER, at_rest=True)], "prefill", "itl_budget"),
     "prefill has one more: the idle decode worker helps": (there(400), [here()], "decode", "idle"),
     "hardly queued: not worth it": (there(80), [here()], "prefill", "faster_there"),
     "decode has most of it cached": (there(), [here(missing=40)], "decode", "idle"),

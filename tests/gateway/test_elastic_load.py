@@ -10,11 +10,13 @@ import statistics
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from pdserve.decode.speed import ITL_BUDGET_S
 from tests.gateway.harness import System, running_system, until
 from tests.gateway.timed_workers import BLOCK_TOKENS, Costs, TimedDecode, TimedPrefill, TimedSink
 from tests.gateway.virtual_time import in_virtual_time, now
@@ -56,22 +58,29 @@ class Cores:
         """So many requests at once: (median TTFT, seconds until all are answered)."""
         began = now()
         answers = await asyncio.gather(*(self.ask(prompt_tokens, max_tokens) for _ in range(count)))
-        return statistics.median(times[0] - began for times in answers), now() - began
+        return statistics.median([times[0] - began for times in answers] or [0.0]), now() - began
+
+    async def rest(self) -> None:
+        """Until the gateway has heard that nothing is left."""
+        beats = [worker.heartbeat_at for worker in self.system.pool.workers.values()]
+        await until(
+            lambda: all(w.heartbeat_at > at for w, at in zip(self.system.pool.workers.values(), beats, strict=True))
+        )
 
 
 @asynccontextmanager
 async def two_cores(
-    directory: Path, *, split: bool, slo_s: float | None = None, costs: Costs = COSTS
+    directory: Path, *, split: bool, slo_s: float | None = None, costs: Costs = COSTS, local_prefill: str = "auto"
 ) -> AsyncIterator[Cores]:
     directory.mkdir(exist_ok=True)
     async with running_system(
-        directory, max_queue=1000, queue_timeout_s=30.0, clock=now
+        directory, max_queue=1000, queue_timeout_s=30.0, clock=now, local_prefill=local_prefill
     ) as system:
         counts = system.dispatcher._counts = Counts()
 
         def decode(name: str) -> TimedDecode:
             worker = TimedDecode(
-                system.context, system.pool.address, name, costs=costs, slo_s=slo_s, has_senders=split, **ROOM
+                system.context, system.pool.address, name, costs=costs, slo_s=slo_s, **ROOM
             )
             system.start(worker)
             return worker
@@ -174,6 +183,7 @@ async def test_times_to_first_tokens_are_as_predicted(tmp_path: Path) -> None:
 
 
 DEMO = Costs(token_s=1 / 680, beside_s=0.00125, step_s=0.0235, sequence_s=0.0005)
+LEASED = replace(DEMO, two_cores=0.6, sending=1.2)
 STREAMS, CALM_FROM_S, OVER_FROM_S, OVER_UNTIL_S = 8, 1.0, 4.0, 16.0
 
 
@@ -216,3 +226,51 @@ async def test_readers_keep_their_tokens_under_an_overload_of_long_prompts(tmp_p
         print(f"kept {over / calm:.2f}, {len(answers)} long prompts", cores.counts.choices)
         assert over / calm >= 0.8
         assert len(answers) >= 3
+
+
+@pytest.mark.timeout(60)
+@in_virtual_time
+async def test_lone_prompts_are_no_slower_than_without_a_split(tmp_path: Path) -> None:
+    """Wherever they were computed before: after a burst, decode has been measured without prefill's core."""
+    async with (
+        two_cores(tmp_path / "split", split=True, costs=LEASED) as split,
+        two_cores(tmp_path / "both", split=False, costs=LEASED) as both,
+    ):
+        for before in (0, 4):
+            await split.burst(before, 100, 2)
+            await split.rest()
+            split.counts.choices.clear()
+            for prompt_tokens in (128, 128, 600):
+                ttft_s, _ = await split.burst(1, prompt_tokens, 2)
+                unsplit_s, _ = await both.burst(1, prompt_tokens, 2)
+                await split.rest()
+                assert ttft_s <= 1.1 * unsplit_s, f"{prompt_tokens} tokens"
+            assert split.counts.choices == {("decode", "idle"): 3}
+
+
+@pytest.mark.timeout(60)
+@in_virtual_time
+async def test_streams_that_join_a_lone_prompt_of_decode_come_by_prefill_and_flow(tmp_path: Path) -> None:
+    async with two_cores(tmp_path, split=True, costs=LEASED) as cores:
+        await cores.burst(1, 600, 2)
+        await cores.rest()
+        lone = asyncio.create_task(cores.ask(1500, 2))
+        await until(lambda: cores.decodes[0].missing)
+        began, cores.counts.choices = now(), Counter()
+        times = await cores.ask(64, 8)
+        assert not lone.done(), "it joined while that was computed"
+        assert cores.counts.choices == {("prefill", "faster_there"): 1}
+        assert times[0] - began <= 64 * LEASED.token_s * LEASED.sending + 0.1, "it did not wait for decode"
+        assert max(b - a for a, b in pairwise(times)) <= 2 * (ITL_BUDGET_S + BLOCK_TOKENS * LEASED.beside_s)
+        await lone
+
+
+@pytest.mark.timeout(60)
+@in_virtual_time
+async def test_never_is_never_even_for_a_lone_prompt(tmp_path: Path) -> None:
+    async with two_cores(tmp_path, split=True, costs=LEASED, local_prefill="never") as cores:
+        for _ in range(2):
+            await cores.burst(1, 200, 2)
+            await cores.rest()
+        assert cores.counts.choices == {("prefill", "never_local"): 2}
+        assert not [step for step in cores.decodes[0].steps if step.prompt_tokens]

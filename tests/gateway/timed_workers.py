@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pdserve.decode.speed import ChunkLimits, Speeds
 from pdserve.engine.block_pool import BlockPool, root_key
-from pdserve.engine.rate import WORKER_WINDOW_S, Rate
+from pdserve.engine.rate import PromptRate
 from pdserve.prefill.prompt import Work
 from pdserve.prefill.scheduler import PrefillLimits, Scheduler
 from pdserve.transfer.messages import Cancel, Message, Prefill, Tokens
@@ -60,7 +60,6 @@ class TimedDecode(FakeDecode):
 
     costs: Costs = field(default_factory=Costs)
     slo_s: float | None = None
-    has_senders: bool = False
     lent: Callable[[], bool] = lambda: False  # is the neighbour's core there to be used?
     steps: list[Step] = field(default_factory=list)
 
@@ -112,14 +111,16 @@ class TimedDecode(FakeDecode):
 
     def _begin(self, now: float) -> None:
         self._running = set(self.started)
-        most = self.speeds.chunk_tokens(len(self._running), expecting=self.has_senders)
+        expecting = len(self.live) > len(self.started) + len(self.missing)
+        most = self.speeds.chunk_tokens(len(self._running), expecting=expecting)
         self._chunk = min(next(iter(self.missing.values()), 0), most)
         if not self._running and not self._chunk:
             self._ends_s = None
             return
-        length_s = self.costs.step(len(self._running), self._chunk) * (self.costs.two_cores if self.lent() else 1.0)
+        helped = self.costs.two_cores < 1 and self.lent()
+        length_s = self.costs.step(len(self._running), self._chunk) * (self.costs.two_cores if helped else 1.0)
         self.steps.append(Step(len(self._running), self._chunk, length_s))
-        self.speeds.measured(len(self._running), self._chunk, length_s)
+        self.speeds.measured(len(self._running), self._chunk, length_s, length_s * helped)
         self._ends_s = now + length_s
 
     def _end(self) -> None:
@@ -145,7 +146,7 @@ class TimedDecode(FakeDecode):
     def speed(self) -> Speed:
         self.queued_tokens = sum(self.missing.values())
         streaming_s = asyncio.get_running_loop().time() - min(self.since.values()) if self.since else 0.0
-        return self.speeds.report(len(self.started), streaming_s)
+        return self.speeds.report(len(self.started), streaming_s, borrows=self.costs.two_cores < 1)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class TimedPrefill(FakePrefill):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.rate = Rate(WORKER_WINDOW_S)
+        self.rate = PromptRate()
         pool = BlockPool(self.num_blocks, BLOCK_TOKENS, prefix_caching=False)
         self.scheduler = Scheduler(pool, PrefillLimits(CHUNK_TOKENS), lambda salt: root_key("m", salt))
         self._batch: list[Work] = []
@@ -185,11 +186,12 @@ class TimedPrefill(FakePrefill):
             self.scheduler.drop(key)
 
     def _begin(self, now: float) -> None:
-        self._batch = self.scheduler.plan(now, self.scheduler.limits.step_tokens(self.rate.per_s))
+        self._batch = self.scheduler.plan(now, self.rate.per_s)
         count = sum(work.count for work in self._batch)
-        length_s = count * self.costs.token_s * self.costs.sending * (self.costs.two_cores if self.lent() else 1.0)
+        helped = self.costs.two_cores < 1 and self.lent()
+        length_s = count * self.costs.token_s * self.costs.sending * (self.costs.two_cores if helped else 1.0)
         if count:
-            self.rate.add(count, length_s)
+            self.rate.add(count, length_s, length_s * helped)
         self._ends_s = now + length_s
 
     def step(self) -> None:
@@ -209,7 +211,8 @@ class TimedPrefill(FakePrefill):
     @property
     def speed(self) -> Speed:
         self.queued_tokens = sum(prompt.num_missing for prompt in self.scheduler)
-        return Speed(prompt_tokens_per_s=self.rate.per_s or 0.0)
+        lone = self.rate.lone_per_s(borrows=self.costs.two_cores < 1)
+        return Speed(prompt_tokens_per_s=self.rate.per_s or 0.0, lone_tokens_per_s=lone or 0.0)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def add(
 
 def run(scheduler: Scheduler, now: float = 0.0) -> list[tuple[str, int, int]]:
     """One turn as the worker does it; returns (request, start, count) of its work."""
-    batch: list[Work] = scheduler.plan(now, scheduler.limits.chunk_tokens)
+    batch: list[Work] = scheduler.plan(now, None)
     for work in batch:
         scheduler.computed(work)
         if work.end == len(work.prompt.tokens):
@@ -99,10 +99,11 @@ def test_short_prompts_pass_one_that_has_waited_for_long_but_leave_it_a_quarter(
     assert waits[1] <= 1
 
 
-def test_step_takes_as_many_tokens_as_are_computed_in_a_moment() -> None:
-    limits = PrefillLimits(chunk_tokens=256)
-    assert [limits.step_tokens(rate) for rate in (None, 10.0, 800.0, 1e5)] == [256, 64, 120, 256]
-    assert PrefillLimits(chunk_tokens=8).step_tokens(10.0) == 8
+@pytest.mark.parametrize(("tokens_per_s", "count"), [(None, 256), (10.0, 96), (800.0, 160), (1e5, 256)])
+def test_step_takes_as_many_tokens_as_are_computed_in_a_moment(tokens_per_s: float | None, count: int) -> None:
+    scheduler, _ = make(num_blocks=1000, chunk_tokens=256)
+    add(scheduler, "long", list(range(1000)))
+    assert [work.count for work in scheduler.plan(0.0, tokens_per_s)] == [count]
 
 
 def test_cached_blocks_are_not_computed_again() -> None:
