@@ -36,7 +36,7 @@
 #define LOOK_OUT_NS 80000   /* of a helper, for the next job: longer than what lies between two of a step */
 #define WAIT_NS 150000      /* of the caller, for an item that a helper holds, until it fetches that helper */
 #define SHORTEST_REST_NS 1000000 /* of a helper that had to be fetched; twice as long if it happens again soon */
-#define LONGEST_REST_NS 128000000
+#define LONGEST_REST_NS 4000000 /* so that on a core with other work all the time a few percent are lost, no more */
 #define STACK_BYTES (1 << 20)
 #define LINE _Alignas(64) /* what different threads write lies in different cache lines */
 
