@@ -272,14 +272,16 @@ class DeviceCache(KVCache):
 
     def gather_to(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: DeviceSpan) -> None:
         target, table = self.peer_memory.view(out.address, out.nbytes), list(blocks)
+        layers = range(layer, layer + 1)
         self.peer_memory.launch(
-            out.stream, lambda: self._late().gather(layer, table, first_token, num_tokens, target)
+            out.stream, lambda: self._late().gather(layers, table, first_token, num_tokens, target)
         )  # fmt: skip
 
     def scatter_from(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: DeviceSpan
     ) -> None:
         source, table = self.peer_memory.view(payload.address, payload.nbytes), list(blocks)
+        layers = range(layer, layer + 1)
         self.peer_memory.launch(
-            payload.stream, lambda: self._late().scatter(layer, table, first_token, num_tokens, source)
+            payload.stream, lambda: self._late().scatter(layers, table, first_token, num_tokens, source)
         )  # fmt: skip

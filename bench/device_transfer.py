@@ -149,7 +149,7 @@ def _scatter(cache: KVCache, table: list[int], job: Job, slab: Tensor) -> None:
         stream = torch.cuda.current_stream(slab.device).cuda_stream
         cache.scatter_from(0, table, 0, job.tokens, DeviceSpan(slab.data_ptr(), slab.nbytes, stream))
     else:
-        cache.scatter(0, table, 0, job.tokens, slab.numpy().data)
+        cache.scatter(range(1), table, 0, job.tokens, slab.numpy().data)
 
 
 def _table(job: Job, seed: int) -> list[int]:
@@ -223,7 +223,7 @@ def receive(pipe: Connection, device: Device, cache: KVCache, table: list[int], 
 
 
 def _holds(cache: KVCache, table: list[int], layer: int, job: Job) -> bool:
-    found, _ = cache.gather(layer, table, 0, job.tokens)
+    found, _ = cache.gather(range(layer, layer + 1), table, 0, job.tokens)
     return torch.equal(torch.frombuffer(found, dtype=torch.uint8), pattern(job, layer, cache.device).cpu())
 
 

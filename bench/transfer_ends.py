@@ -1,10 +1,12 @@
 """The two processes of `bench transfer`: the sending and the receiving end of the pools, without a model.
 
-    sender    PeerLink and Outgoing gather every layer of a chunk out of paged blocks, as a prefill worker does between
-              the layers of its step: a copy, a checksum, a header
-    receiver  Intake and Receiver take the slabs in, check them and scatter them into paged blocks, as a decode worker
+    sender    PeerLink and Outgoing gather the layers of a chunk out of paged blocks, as a prefill worker does between
+              the layers of its step: copied and summed in one pass, and a header
+    receiver  Intake and Receiver take the slabs in, and copy them into paged blocks, summing them on the way, as a
+              decode worker
 
-They share a pipe for what is no part of the transfer: addresses at the start, and a word after each prompt.
+They share a pipe for what is no part of the transfer: addresses at the start, which prompts are to be expected, and a
+word after each prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,6 +50,8 @@ WORD_TIMEOUT_S = 60.0  # for a prompt to arrive, or a process to answer
 POLL_MS = 50
 TAKE_BYTES = 64 << 20
 MIN_PROMPTS = 5
+EXPECTED_AT_ONCE = 64
+TURN_EVERY_S = 0.004  # as a prefill worker does
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Job:
     layout: KVLayout
     prompt_tokens: int
     chunk_tokens: int
-    cache_bytes: int = 192 << 20
+    cache_bytes: int = 288 << 20
 
     @property
     def prompt_bytes(self) -> int:
@@ -95,8 +100,8 @@ def layout_of(layers: int, kv_heads: int, head_dim: int, dtype: str) -> KVLayout
 
 
 def most_in_flight(link: LinkName, prompt_bytes: int) -> int:
-    """Prompts under way at once: what fits half a ring, so that slabs go through it and not beside it."""
-    return max(1, min(8, DEFAULT_RING_BYTES // 2 // prompt_bytes)) if link == "shm" else 2
+    """Prompts under way at once: what fits three quarters of a ring, so that slabs go through it and not beside it."""
+    return max(1, min(8, DEFAULT_RING_BYTES * 3 // 4 // prompt_bytes)) if link == "shm" else 2
 
 
 def _cache(job: Job) -> tuple[KVCache, Iterator[list[int]]]:
@@ -147,9 +152,10 @@ def receive(pipe: Connection, job: Job, directory: str, core: int) -> None:
         poller.poll(POLL_MS)
         while pipe.poll():
             match _next_word(pipe):
-                case ("expect", str(name)):
-                    receiver.expect(name, 1, RESERVATION, SENDER, 0, job.prompt_tokens)
-                    blocks[name] = next(tables)
+                case ("expect", list(names)):
+                    for name in names:
+                        receiver.expect(name, 1, RESERVATION, SENDER, 0, job.prompt_tokens)
+                        blocks[name] = next(tables)
                     pipe.send("expecting")
                 case "used":
                     pipe.send((time.process_time(), by_frame, dict(counts.dropped)))
@@ -193,7 +199,10 @@ class Sender:
         peer = Peer(RECEIVER, "here", bulk, control, offered)
         options = LinkOptions("shm" if job.link == "shm" else "zmq", "here", ring_bytes=DEFAULT_RING_BYTES)
         self._link = PeerLink(self._context, peer, SENDER, 1, job.layout, FrameCounts(), options)
+        self._expected: deque[str] = deque()  # prompts that the receiver waits for
         self._under_way: dict[str, float] = {}  # prompt → when its last slab was shipped
+        self._numbers = itertools.count()
+        self._turned_at = 0.0
         self._ship_s: list[float] = []
         self._tail_s: list[float] = []
 
@@ -219,7 +228,10 @@ class Sender:
             raise BenchError(f"{self._job.link} cannot be used here: {self._link.detail or 'no answer'}")
 
     def _turn(self) -> None:
-        """As between two layers of a step."""
+        """As between two layers of a step: from time to time, what the peer has said, and what is due."""
+        if (now := time.monotonic()) < self._turned_at + TURN_EVERY_S:
+            return
+        self._turned_at = now
         for _ in self._link.poll():
             pass
         self._link.tick([])
@@ -227,7 +239,7 @@ class Sender:
     def run(self, in_flight: int, seconds: float, min_prompts: int) -> Moved:
         """Prompts, so many under way at once, until the time is over. Raises BenchError."""
         job = self._job
-        self._send_prompt("warm-up")
+        self._send_prompt()
         self._settle(0)
         self._ship_s.clear()
         self._tail_s.clear()
@@ -236,7 +248,7 @@ class Sender:
         number = 0
         while number < min_prompts or time.monotonic() - started < seconds:
             self._settle(in_flight - 1)
-            self._send_prompt(f"prompt-{number}")
+            self._send_prompt()
             number += 1
         self._settle(0)
         wall_s = time.monotonic() - started
@@ -260,11 +272,17 @@ class Sender:
         self._pipe.send(what)
         return self._word()
 
-    def _send_prompt(self, name: str) -> None:
-        job = self._job
-        self._pipe.send(("expect", name))
-        while (word := self._word()) != "expecting":
-            self._arrived(word)
+    def _next_expected(self) -> str:
+        """A prompt that the receiver waits for. It is told of many at a time."""
+        if not self._expected:
+            self._expected.extend(f"prompt-{next(self._numbers)}" for _ in range(EXPECTED_AT_ONCE))
+            self._pipe.send(("expect", list(self._expected)))
+            while (word := self._word()) != "expecting":
+                self._arrived(word)
+        return self._expected.popleft()
+
+    def _send_prompt(self) -> None:
+        job, name = self._job, self._next_expected()
         outgoing = Outgoing(name, 1, RESERVATION, 0, self._link, job.layout)
         table = next(self._tables)
         ship_s = 0.0

@@ -31,7 +31,7 @@ from ..transfer.messages import (
     Slab,
     Welcome,
 )
-from ..transfer.offers import DeviceRingOffer, RingOffer
+from ..transfer.offers import MAX_POSITION, DeviceRingOffer, RingOffer
 from ..transfer.ring import DEFAULT_RING_BYTES, RingReader
 
 log = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class Intake:
             told = credit == self._credited[identity]
             if told and now - max(self._heard_at[identity], self._probed_at.get(identity, 0.0)) < SILENT_S:
                 continue
-            if not self._control.send(identity, Credit(*credit)):
+            if not self._control.send(identity, Credit(*(min(each, MAX_POSITION) for each in credit))):
                 self._forget(identity)
                 continue
             self._credited[identity] = credit

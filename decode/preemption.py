@@ -80,5 +80,5 @@ class SwapSpace:
         missing = order.num_tokens - order.first_token
         for layer, slab in enumerate(slabs if missing > 0 else ()):
             part = cut_slab(slab, layout, layer, order.num_tokens, order.first_token)
-            store.scatter(layer, order.sequence.table.blocks, order.first_token, missing, part)
+            store.scatter(range(layer, layer + 1), order.sequence.table.blocks, order.first_token, missing, part)
         self.forget(order.sequence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels import cache_ops, cache_ops_cuda
 from ..kernels.kv_int8 import Scales
-from ..kernels.slabs import LONG_BYTES, IntArray, LayerPlanes, checksum, layer_planes, zeros
+from ..kernels.slabs import LONG_BYTES, IntArray, PagedPlanes, checksum, paged_planes, zeros
 from ..transfer.device import DeviceSpan
 from ..transfer.errors import ConfigError
 from ..transfer.layout import KVLayout
@@ -62,12 +62,10 @@ class KVCache:
         self._table: tuple[list[int], IntArray] = [], np.empty(0, np.int64)  # the last that slabs went in or out by
 
     @cached_property
-    def _planes(self) -> list[LayerPlanes | None]:
-        """Per layer; None where C has nothing to offer."""
-        return [
-            layer_planes((keys, values, *(scales or ())))
-            for keys, values, scales in zip(self.keys, self.values, self.scales, strict=True)
-        ]
+    def _planes(self) -> PagedPlanes | None:
+        """None where C has nothing to offer."""
+        layers = zip(self.keys, self.values, self.scales, strict=True)
+        return paged_planes([(keys, values, *(scales or ())) for keys, values, scales in layers])
 
     def _blocks_of(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> IntArray:
         """Those blocks of a sequence that hold its tokens first_token .. first_token + num_tokens - 1."""
@@ -103,25 +101,36 @@ class KVCache:
         return slots[skipped : skipped + num_tokens]
 
     def gather(
-        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
+        self, layers: range, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
     ) -> tuple[memoryview, int]:
-        """Copy a token range of one layer into `out` or a fresh buffer, in the canonical slab layout; its checksum.
+        """Copy a token range of some layers into `out` or a fresh buffer, in the canonical slab layout; its checksum.
 
         `blocks` is the sequence's block table from its first token on.
         """
         if out is None:
-            out = self._buffer(num_tokens * self.layout.layer_bytes_per_token(layer))
-        if (planes := self._planes[layer]) is not None and out.nbytes > LONG_BYTES:
+            out = self._buffer(num_tokens * self.layout.bytes_per_token_of(layers))
+        if self._planes is not None and out.nbytes > LONG_BYTES:
             table = self._blocks_of(blocks, first_token, num_tokens)
-            return out, planes.gather(table, first_token % self.block_size, num_tokens, out)
-        self._gather(layer, self._slots(blocks, first_token, num_tokens), out)
+            return out, self._planes.gather(layers, table, first_token % self.block_size, num_tokens, out)
+        slots = self._slots(blocks, first_token, num_tokens)
+        for layer, part in self._parts(layers, num_tokens, out):
+            self._gather(layer, slots, part)
         self._wait()
         return out, checksum(out)
+
+    def _parts(self, layers: range, num_tokens: int, slab: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """A slab cut into those of single layers."""
+        start = 0
+        for layer in layers:
+            end = start + num_tokens * self.layout.layer_bytes_per_token(layer)
+            yield layer, slab[start:end]
+            start = end
 
     def gather_all(self, blocks: Sequence[int], num_tokens: int) -> list[memoryview]:
         """Copy the first tokens of every layer into fresh buffers."""
         if self.device.type == "cpu":
-            return [self.gather(layer, blocks, 0, num_tokens)[0] for layer in range(self.layout.num_layers)]
+            layers = range(self.layout.num_layers)
+            return [self.gather(layers[i : i + 1], blocks, 0, num_tokens)[0] for i in layers]
         slots = self._slots(blocks, 0, num_tokens)
         slabs = [self._buffer(num_tokens * self.layout.layer_bytes_per_token(i)) for i in range(self.layout.num_layers)]
         for layer, slab in enumerate(slabs):
@@ -150,18 +159,19 @@ class KVCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def scatter(
-        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self, layers: range, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> int:
-        """Copy a slab into the blocks of a token range of one layer. The payload has the right size.
+        """Copy a slab into the blocks of a token range of some layers. The payload has the right size.
 
         Returns the checksum of what was copied, for whoever must know whether it is what was sent.
         """
-        assert payload.nbytes == num_tokens * self.layout.layer_bytes_per_token(layer), "a slab of the wrong size"
-        if (planes := self._planes[layer]) is not None and payload.nbytes > LONG_BYTES:
+        assert payload.nbytes == num_tokens * self.layout.bytes_per_token_of(layers), "a slab of the wrong size"
+        if self._planes is not None and payload.nbytes > LONG_BYTES:
             table = self._blocks_of(blocks, first_token, num_tokens)
-            return planes.scatter(table, first_token % self.block_size, num_tokens, payload)
+            return self._planes.scatter(layers, table, first_token % self.block_size, num_tokens, payload)
         slots = self._slots(blocks, first_token, num_tokens)
-        cache_ops.scatter(self.keys[layer], self.values[layer], slots, payload, self.scales[layer])
+        for layer, part in self._parts(layers, num_tokens, payload):
+            cache_ops.scatter(self.keys[layer], self.values[layer], slots, part, self.scales[layer])
         return checksum(payload)
 
     def _stream(self, span: DeviceSpan) -> torch.cuda.Stream:

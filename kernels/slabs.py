@@ -45,37 +45,50 @@ def checksum(payload: memoryview | bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-class LayerPlanes:
-    """All that is kept of one layer's tokens, as C sees it. Not for several threads at once."""
+class PagedPlanes:
+    """All that is kept of the tokens, as C sees it. Not for several threads at once."""
 
-    def __init__(self, library: ctypes.CDLL, planes: Sequence[Tensor]) -> None:
-        """`planes`: [num_blocks, block_size, ...] each, contiguous, on the processor, in the order of a slab."""
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[Sequence[Tensor]]) -> None:
+        """`layers`: the planes [num_blocks, block_size, ...] of each, contiguous, on the processor, in the order of a
+        slab; as many of every layer."""
+        planes = [plane for layer in layers for plane in layer]
         assert all(plane.is_cpu and plane.is_contiguous() for plane in planes)
-        self.token_bytes = sum(plane[0, 0].nbytes for plane in planes)
+        self._per_layer = len(layers[0])
+        self._token_bytes = [sum(plane[0, 0].nbytes for plane in layer) for layer in layers]
         self._block_size = planes[0].shape[1]
         self._library = library
         self._planes = (_CPlane * len(planes))(*(_CPlane(p.data_ptr(), p[0, 0].nbytes) for p in planes))
         self._kept = planes
-        self._range = _CRange(ctypes.addressof(self._planes), len(planes), None, self._block_size, 0, 0)
+        self._first_plane = ctypes.addressof(self._planes)
+        self._range = _CRange(None, 0, None, self._block_size, 0, 0)
         self._sum = ctypes.c_uint64()
         self._pointers = ctypes.addressof(self._range), ctypes.addressof(self._sum)
 
-    def gather(self, table: IntArray, first_token: int, num_tokens: int, slab: memoryview) -> int:
+    def gather(self, layers: range, table: IntArray, first_token: int, num_tokens: int, slab: memoryview) -> int:
         """Copy tokens [first_token, first_token + num_tokens) of the sequence with that block table into the slab.
 
         Returns the checksum.
         """
-        return self._move(self._library.pd_gather_slab, table, first_token, num_tokens, slab)
+        return self._move(self._library.pd_gather_slab, layers, table, first_token, num_tokens, slab)
 
-    def scatter(self, table: IntArray, first_token: int, num_tokens: int, slab: memoryview) -> int:
+    def scatter(self, layers: range, table: IntArray, first_token: int, num_tokens: int, slab: memoryview) -> int:
         """The other way: returns the checksum of what is in the blocks now."""
-        return self._move(self._library.pd_scatter_slab, table, first_token, num_tokens, slab)
+        return self._move(self._library.pd_scatter_slab, layers, table, first_token, num_tokens, slab)
 
     def _move(
-        self, move: ctypes._NamedFuncPointer, table: IntArray, first_token: int, num_tokens: int, slab: memoryview
+        self,
+        move: ctypes._NamedFuncPointer,
+        layers: range,
+        table: IntArray,
+        first_token: int,
+        num_tokens: int,
+        slab: memoryview,
     ) -> int:
-        assert slab.nbytes == num_tokens * self.token_bytes > LONG_BYTES, f"a slab of {slab.nbytes} bytes"
+        token_bytes = sum(self._token_bytes[layers.start : layers.stop])
+        assert slab.nbytes == num_tokens * token_bytes > LONG_BYTES, f"a slab of {slab.nbytes} bytes"
         assert len(table) * self._block_size >= first_token + num_tokens
+        self._range.planes = self._first_plane + layers.start * self._per_layer * ctypes.sizeof(_CPlane)
+        self._range.num_planes = len(layers) * self._per_layer
         self._range.table = table.ctypes.data
         self._range.first_token, self._range.tokens = first_token, num_tokens
         of_range, to_sum = self._pointers
@@ -83,10 +96,11 @@ class LayerPlanes:
         return self._sum.value
 
 
-def layer_planes(planes: Sequence[Tensor]) -> LayerPlanes | None:
+def paged_planes(layers: Sequence[Sequence[Tensor]]) -> PagedPlanes | None:
     """None where there are no kernels in C, or none for these planes."""
-    library = native() if all(plane.is_cpu and plane.is_contiguous() for plane in planes) else None
-    return None if library is None else LayerPlanes(library, planes)
+    fit = all(plane.is_cpu and plane.is_contiguous() for layer in layers for plane in layer)
+    library = native() if fit else None
+    return None if library is None else PagedPlanes(library, layers)
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

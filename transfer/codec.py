@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from .errors import ProtocolError
 from .messages import MESSAGES, Message, Slab
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 SEAL_BYTES = 8
 

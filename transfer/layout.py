@@ -59,10 +59,13 @@ class KVLayout:
     def layer_bytes_per_token(self, layer: int) -> int:
         return sum(self.token_bytes(layer))
 
+    def bytes_per_token_of(self, layers: range) -> int:
+        return sum(self.layer_bytes_per_token(layer) for layer in layers)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV for one token over all layers."""
-        return sum(self.layer_bytes_per_token(layer) for layer in range(self.num_layers))
+        return self.bytes_per_token_of(range(self.num_layers))
 
     def differences(self, other: KVLayout) -> Iterator[str]:
         if self.version != other.version:

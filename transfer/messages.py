@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .fields import Address, Attempt, Choice, Count, Name, RequestId, Seconds, Text, WorkerId
+from .fields import Address, Attempt, Choice, Count, Name, Position, RequestId, Seconds, Text, WorkerId
 from .layout import KVLayout
 from .offers import DeviceIdentity, DeviceRingOffer, RingOffer, RingSpan
 from .reports import Family, Link, Speed
@@ -334,8 +334,8 @@ class PeerHeartbeat(Message):
 
 @dataclass(frozen=True, config=CLOSED)
 class Slab(Message):
-    """Header of one slab: KV of tokens [first_token, first_token + num_tokens) of one layer. The payload follows as a
-    frame of its own, unless `span` says where it lies."""
+    """Header of one slab: KV of tokens [first_token, first_token + num_tokens) of `num_layers` layers from `layer` on.
+    The payload follows as a frame of its own, unless `span` says where it lies."""
 
     request: RequestId
     attempt: Attempt
@@ -345,6 +345,11 @@ class Slab(Message):
     num_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_IN_REQUEST)]
     checksum: Annotated[int, Field(ge=0, lt=1 << 64)]
     span: RingSpan | None = None
+    num_layers: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.layer, self.layer + self.num_layers)
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -356,7 +361,7 @@ class Handoff(Message):
     reservation: Count
     tokens: Annotated[list[Token], Field(min_length=1, max_length=128)]
     elapsed_s: Seconds  # from the first slab to this message, at the sender
-    ring_head: Count = 0  # whatever is before this position in the sender's ring has been sent
+    ring_head: Position = 0  # whatever is before this position in the sender's ring has been sent
     logprobs: LogprobList = Field(default_factory=list)  # of each token, if asked for
 
 
@@ -368,7 +373,7 @@ class Abort(Message):
     attempt: Attempt
     reservation: Count
     reason: Text
-    ring_head: Count = 0
+    ring_head: Position = 0
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -376,8 +381,8 @@ class Credit(Message):
     """Decode has taken in this many payload bytes from this sender in all (cumulative), and is done with everything
     before that position of its ring."""
 
-    consumed_bytes: Count
-    ring_position: Count = 0
+    consumed_bytes: Position
+    ring_position: Position = 0
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 _CLOSED: Any = {"extra": "forbid"}  # for pydantic: a field that we do not know is an error
-MAX_POSITION = 1 << 48
+MAX_POSITION = 1 << 62  # in a ring
 MAX_RING_BYTES = 1 << 40
 MAX_HANDLE_BYTES = 256
 MAX_EVENTS = 1024

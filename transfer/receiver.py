@@ -62,23 +62,27 @@ class Receiver:
         return entry
 
     def check(self, entry: Incoming, slab: Slab, payload: memoryview | DeviceSpan) -> None:
-        """Raise TransferError unless the slab is the very next piece of its layer. Whether it is unharmed shows when it
-        is copied (`store_slab`)."""
-        if slab.layer >= self._layout.num_layers:
-            raise TransferError("bad_layer", f"layer {slab.layer} of {self._layout.num_layers}")
-        if slab.first_token != entry.next_token[slab.layer]:
-            raise TransferError(
-                "gap", f"layer {slab.layer}: token {slab.first_token} came, {entry.next_token[slab.layer]} was next"
-            )
+        """Raise TransferError unless the slab is the very next piece of its layers. Whether it is unharmed shows when
+        it is copied (`store_slab`)."""
+        if slab.layers.stop > self._layout.num_layers:
+            raise TransferError("bad_layer", f"layer {slab.layers.stop - 1} of {self._layout.num_layers}")
+        if isinstance(payload, DeviceSpan) and slab.num_layers > 1:
+            raise TransferError("bad_layer", f"{slab.num_layers} layers at once from a device")
+        for layer in slab.layers:
+            if slab.first_token != entry.next_token[layer]:
+                raise TransferError(
+                    "gap", f"layer {layer}: token {slab.first_token} came, {entry.next_token[layer]} was next"
+                )
         if slab.first_token + slab.num_tokens > entry.num_tokens:
             raise TransferError("overrun", f"layer {slab.layer}: past token {entry.num_tokens}")
-        expected = slab.num_tokens * self._layout.layer_bytes_per_token(slab.layer)
+        expected = slab.num_tokens * self._layout.bytes_per_token_of(slab.layers)
         if payload.nbytes != expected:
             raise TransferError("bad_size", f"layer {slab.layer}: {payload.nbytes} bytes, not {expected}")
 
     def taken(self, entry: Incoming, slab: Slab, num_bytes: int) -> None:
         """The slab is in its blocks."""
-        entry.next_token[slab.layer] += slab.num_tokens
+        for layer in slab.layers:
+            entry.next_token[layer] += slab.num_tokens
         entry.num_bytes += num_bytes
         if entry.started_at is None:
             entry.started_at = time.monotonic()

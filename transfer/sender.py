@@ -47,6 +47,9 @@ from .slab import KVStore
 
 log = logging.getLogger(__name__)
 
+SLAB_BYTES = 4 * 1024 * 1024  # in a ring: every slab wakes decode, whose core may be lent to this very worker
+FRAME_BYTES = 1024 * 1024  # as a frame, which passes through the kernel while the next is made
+RING_SHARE = 8  # a slab is made no larger than one part in so many of its ring
 HELLO_EVERY_S = 1.0
 PEER_HEARTBEAT_EVERY_S = 0.5
 
@@ -153,6 +156,17 @@ class PeerLink:
         self._bytes_consumed = self.bytes_sent
 
     @property
+    def slab_bytes(self) -> int:
+        """From this size on a slab should leave. From a device each layer does at once, for nobody waits for it."""
+        match self._ring:
+            case RingWriter():
+                return min(SLAB_BYTES, self._options.ring_bytes // RING_SHARE)
+            case DeviceRingWriter():
+                return 0
+            case None:
+                return FRAME_BYTES
+
+    @property
     def ring_head(self) -> int:
         return self._ring.head if self._ring else 0
 
@@ -248,7 +262,7 @@ class PeerLink:
 
 @dataclass
 class Outgoing:
-    """What one attempt has sent. `next_token[layer]` is the first prompt token not yet on its way."""
+    """What one attempt has sent."""
 
     request: str
     attempt: int
@@ -256,31 +270,41 @@ class Outgoing:
     held_tokens: int  # decode has these already
     link: PeerLink
     layout: KVLayout
-    next_token: list[int] = field(init=False)
+    next_token: int = field(init=False)  # the first that is not on its way, but for
+    next_layer: int = 0  # the layers before this one, which have left for the tokens of the running step
     started_at: float | None = None
 
     def __post_init__(self) -> None:
-        self.next_token = [self.held_tokens] * self.layout.num_layers
+        self.next_token = self.held_tokens
 
     def ship(self, store: KVStore, layer: int, blocks: Sequence[int], up_to: int) -> None:
-        """Copy what decode lacks of this layer's tokens [:up_to] out of the blocks and send it."""
-        first = self.next_token[layer]
+        """This layer, as all before it, has the KV of tokens [:up_to]: copy what decode lacks out of the blocks and
+        send it, as soon as it makes a slab of decent size, or with the last layer."""
+        first, last = self.next_token, layer == self.layout.num_layers - 1
         if up_to <= first:
             return
-        count = up_to - first
-        room = self.link.room_in_ring(count * self.layout.layer_bytes_per_token(layer))
-        span, memory = room or (None, None)
-        payload: memoryview | DeviceSpan
-        if isinstance(memory, DeviceSpan):
-            store.gather_to(layer, blocks, first, count, memory)
-            payload, digest = memory, 0
-        else:
-            payload, digest = store.gather(layer, blocks, first, count, memory)
-        slab = Slab(self.request, self.attempt, self.reservation, layer, first, count, digest, span)
-        self.link.send_slab(slab, payload)
-        self.next_token[layer] = up_to
+        layers, count = range(self.next_layer, layer + 1), up_to - first
+        num_bytes = count * self.layout.bytes_per_token_of(layers)
+        if num_bytes < self.link.slab_bytes and not last:
+            return
+        self._send(store, layers, blocks, first, count, num_bytes)
+        self.next_layer = 0 if last else layer + 1
+        self.next_token = up_to if last else first
         if self.started_at is None:
             self.started_at = time.monotonic()
+
+    def _send(
+        self, store: KVStore, layers: range, blocks: Sequence[int], first: int, count: int, num_bytes: int
+    ) -> None:
+        span, memory = self.link.room_in_ring(num_bytes) or (None, None)
+        payload: memoryview | DeviceSpan
+        if isinstance(memory, DeviceSpan):
+            store.gather_to(layers.start, blocks, first, count, memory)
+            payload, digest = memory, 0
+        else:
+            payload, digest = store.gather(layers, blocks, first, count, memory)
+        attempt = self.request, self.attempt, self.reservation
+        self.link.send_slab(Slab(*attempt, layers.start, first, count, digest, span, len(layers)), payload)
 
     def hand_off(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         """Behind the last slab: decode owns the request from here."""

@@ -1,7 +1,7 @@
-"""Slabs: copies of some tokens' KV of one layer, in the canonical layout, on their way between two owners.
+"""Slabs: copies of some tokens' KV of a layer or several, in the canonical layout, on their way between two owners.
 
-Layout of a payload: K as [tokens, kv_heads, k_head_dim], then V as [tokens, kv_heads, v_head_dim], in the KV dtype;
-then what more planes the layout has (scales of int8), [tokens, kv_heads] each.
+Layout of a payload, layer after layer: K as [tokens, kv_heads, k_head_dim], then V as [tokens, kv_heads, v_head_dim],
+in the KV dtype; then what more planes the layout has (scales of int8), [tokens, kv_heads] each.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class KVStore(Protocol):
     """A worker's own paged KV, as far as slabs need it. `blocks` is the block table of the sequence."""
 
     def gather(
-        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
+        self, layers: range, blocks: Sequence[int], first_token: int, num_tokens: int, out: memoryview | None = None
     ) -> tuple[memoryview, int]:
-        """Those tokens' KV of one layer, in `out` (of exactly the right size) or a fresh buffer, which the caller owns;
-        and its checksum."""
+        """Those tokens' KV of those layers, in `out` (of exactly the right size) or a fresh buffer, which the caller
+        owns; and its checksum."""
         ...
 
     def scatter(
-        self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
+        self, layers: range, blocks: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> int:
         """Copy a payload of exactly the right size into the blocks; the checksum of what was copied."""
         ...
@@ -36,13 +36,14 @@ class KVStore(Protocol):
         ...
 
     def gather_to(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, out: DeviceSpan) -> None:
-        """As `gather`, into device memory. Only launched: it is done when the span's stream has come so far."""
+        """As `gather` of one layer, into device memory. Only launched: it is done when the span's stream has come so
+        far."""
         ...
 
     def scatter_from(
         self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int, payload: DeviceSpan
     ) -> None:
-        """As `scatter`, from device memory, and only launched."""
+        """As `scatter` of one layer, from device memory, and only launched."""
         ...
 
 
@@ -52,10 +53,10 @@ def store_slab(store: KVStore, slab: Slab, blocks: Sequence[int], payload: memor
     Raises TransferError if it did not arrive unharmed: the attempt must fail then, as the blocks hold what came. (What
     never left the devices has no checksum, see `link_cuda_ipc.py`.)
     """
-    place = slab.layer, blocks, slab.first_token, slab.num_tokens
+    place = blocks, slab.first_token, slab.num_tokens
     if isinstance(payload, DeviceSpan):
-        store.scatter_from(*place, payload)
-    elif store.scatter(*place, payload) != slab.checksum:
+        store.scatter_from(slab.layer, *place, payload)
+    elif store.scatter(slab.layers, *place, payload) != slab.checksum:
         raise TransferError("bad_checksum", f"layer {slab.layer}, token {slab.first_token}")
 
 

@@ -29,7 +29,7 @@ typedef struct {
 
 enum { GATHER, SCATTER };
 
-/* Past the caches: what decode has stored it may not read for long, and other things are wanted in there. */
+/* Past the caches: what moves is not read again by this core, which wants to keep other things in there. */
 INLINE void store_past(uint8_t *to, words value) {
 #if LANES == 16
     _mm512_stream_si512((__m512i *)to, (__m512i)value);
@@ -42,8 +42,8 @@ INLINE void store_past(uint8_t *to, words value) {
 #endif
 }
 
-/* Sum so many stripes from `from` on, in their turn; if there is a `to`, copy them there. `next` will be read soon. */
-INLINE void take(Summing *s, const uint8_t *from, int64_t stripes, uint8_t *to, const uint8_t *next, int how) {
+/* Sum so many stripes from `from` on, in their turn, and copy them. `next`, if any, will be read soon. */
+INLINE void take(Summing *s, const uint8_t *from, int64_t stripes, uint8_t *to, const uint8_t *next, int past) {
     Sums sums = s->sums;
     int64_t at = s->stripe % STRIPES_IN_BLOCK;
     s->stripe += stripes;
@@ -51,8 +51,8 @@ INLINE void take(Summing *s, const uint8_t *from, int64_t stripes, uint8_t *to, 
         if (next) __builtin_prefetch(next + i * STRIPE_BYTES);
         for (int v = 0; v < VECTORS; v++) {
             const words data = load_words(from + v * VECTOR_BYTES);
-            if (to && how == SCATTER) store_past(to + v * VECTOR_BYTES, data);
-            if (to && how == GATHER) *(unaligned_words *)(to + v * VECTOR_BYTES) = data;
+            if (to && past) store_past(to + v * VECTOR_BYTES, data);
+            if (to && !past) *(unaligned_words *)(to + v * VECTOR_BYTES) = data;
             sums.sums[v] = add_vector(sums.sums[v], data, load_words(xxh3_secret + 8 * at + v * VECTOR_BYTES));
         }
         if (to) to += STRIPE_BYTES;
@@ -68,20 +68,21 @@ INLINE void take(Summing *s, const uint8_t *from, int64_t stripes, uint8_t *to, 
 INLINE void catch_up(Summing *s, int64_t end) {
     int64_t stripe = end / STRIPE_BYTES;
     if (stripe > s->stripes) stripe = s->stripes;
-    if (stripe > s->stripe) take(s, s->slab + s->stripe * STRIPE_BYTES, stripe - s->stripe, 0, 0, GATHER);
+    if (stripe > s->stripe) take(s, s->slab + s->stripe * STRIPE_BYTES, stripe - s->stripe, 0, 0, 0);
 }
 
 /* Copy a run, whose place in the slab is `at`, and sum it as far as stripes are whole. */
 INLINE void move_run(Summing *s, uint8_t *run, int64_t at, int64_t bytes, const uint8_t *next, int how) {
     uint8_t *slab = (uint8_t *)s->slab + at;
     int64_t done = 0;
-    const int aligned = how == GATHER || (uintptr_t)run % STRIPE_BYTES == 0;
-    if (at == s->stripe * STRIPE_BYTES && aligned) {
+    const int past = (uintptr_t)(how == GATHER ? slab : run) % STRIPE_BYTES == 0;
+    if (at == s->stripe * STRIPE_BYTES && (past || how == GATHER)) {
         int64_t stripes = bytes / STRIPE_BYTES;
         if (stripes > s->stripes - s->stripe) stripes = s->stripes - s->stripe;
         done = stripes * STRIPE_BYTES;
-        if (how == GATHER) take(s, run, stripes, slab, next, GATHER);
-        else take(s, slab, stripes, run, 0, SCATTER);
+        if (how == SCATTER) take(s, slab, stripes, run, 0, 1);
+        else if (past) take(s, run, stripes, slab, next, 1);
+        else take(s, run, stripes, slab, next, 0);
     }
     if (how == GATHER) memcpy(slab + done, run + done, (size_t)(bytes - done));
     catch_up(s, at + bytes);
@@ -105,7 +106,7 @@ INLINE uint64_t move(const Range *range, uint8_t *slab, int how) {
         }
     }
 #if defined(__SSE2__)
-    if (how == SCATTER) _mm_sfence();
+    _mm_sfence(); /* what was stored past the caches comes before whatever tells of it */
 #endif
     return xxh3_end(&s.sums, slab, bytes);
 }

@@ -69,7 +69,7 @@ def test_a_corrupt_slab_ends_the_measurement(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_under_way_fits_the_ring() -> None:
-    assert most_in_flight("shm", 10 << 20) == 3
+    assert most_in_flight("shm", 10 << 20) == 4
     assert most_in_flight("shm", 1 << 30) == 1
     assert most_in_flight("shm", 1) == 8
 

@@ -46,9 +46,13 @@ def test_a_slab_gathered_while_later_layers_compute_is_that_of_the_finished_step
     """How prefill sends: from inside of the step."""
     cache = poisoned_cache(loaded, 12, 4)
     sent: list[memoryview] = []
-    runner = Runner(loaded, cache, lambda layer: sent.append(cache.gather(layer, BLOCKS, 2, 7)[0]))
+
+    def slab_of(layer: int) -> memoryview:
+        return cache.gather(range(layer, layer + 1), BLOCKS, 2, 7)[0]
+
+    runner = Runner(loaded, cache, lambda layer: sent.append(slab_of(layer)))
     runner.forward([Chunk(PROMPT[:9], 0, BLOCKS, False)])
-    assert [bytes(slab) for slab in sent] == [bytes(cache.gather(layer, BLOCKS, 2, 7)[0]) for layer in range(4)]
+    assert [bytes(slab) for slab in sent] == [bytes(slab_of(layer)) for layer in range(4)]
     assert not any(torch.frombuffer(bytearray(slab), dtype=torch.float32).isnan().any() for slab in sent)
 
 
@@ -126,8 +130,9 @@ def test_kv_computed_by_one_runner_continues_in_another_with_other_blocks(loaded
     first = Runner(loaded, prefill_cache).forward([Chunk(PROMPT, 0, BLOCKS, True)])
     decode_blocks = [9, 0, 4, 7, 1, 10, 2, 11, 3]
     for layer in range(loaded.layout.num_layers):
-        slab, _ = prefill_cache.gather(layer, BLOCKS, 0, len(PROMPT))
-        decode_cache.scatter(layer, decode_blocks, 0, len(PROMPT), slab)
+        layers = range(layer, layer + 1)
+        slab, _ = prefill_cache.gather(layers, BLOCKS, 0, len(PROMPT))
+        decode_cache.scatter(layers, decode_blocks, 0, len(PROMPT), slab)
     second = load(build("llama"))
     sequence = TinySequence(PROMPT, decode_blocks, chunk_tokens=1, computed=len(PROMPT))
     sequence.output.append(int(first[0].argmax()))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.kernels import cache_ops
-from pdserve.kernels.slabs import ALIGNMENT_BYTES, LONG_BYTES, LayerPlanes, checksum, layer_planes, zeros
+from pdserve.kernels.slabs import ALIGNMENT_BYTES, LONG_BYTES, PagedPlanes, checksum, paged_planes, zeros
 
 GUARD_BYTES = 64
 NUM_BLOCKS = 40
@@ -65,19 +65,21 @@ def test_a_range_goes_out_and_in_as_defined(
 ) -> None:  # fmt: skip
     num_tokens = min(num_tokens, NUM_BLOCKS * block_size - first_token)
     planes = random_planes(shapes, block_size, dtype, num_tokens)
-    layer = LayerPlanes(library, planes)
-    if num_tokens <= 0 or num_tokens * layer.token_bytes <= LONG_BYTES:
+    others = random_planes(shapes, block_size, dtype, 77)
+    source = PagedPlanes(library, [others, planes, others])
+    if num_tokens <= 0 or num_tokens * sum(plane[0, 0].nbytes for plane in planes) <= LONG_BYTES:
         return
     order = random.Random(data.draw(st.integers(0, 99))).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     table = order[: -(-(first_token + num_tokens) // block_size)]
     expected = definition(planes, table, first_token, num_tokens)
     slab = room(len(expected), shift)
-    assert layer.gather(np.array(table), first_token, num_tokens, slab) == checksum(expected)
+    assert source.gather(range(1, 2), np.array(table), first_token, num_tokens, slab) == checksum(expected)
     assert bytes(slab) == expected
     assert is_guarded(slab)
     target = random_planes(shapes, block_size, dtype, 1000)
     untouched = [plane.clone() for plane in target]
-    assert LayerPlanes(library, target).scatter(np.array(table), first_token, num_tokens, slab) == checksum(expected)
+    into = PagedPlanes(library, [others, target])
+    assert into.scatter(range(1, 2), np.array(table), first_token, num_tokens, slab) == checksum(expected)
     for token in range(first_token, first_token + num_tokens):
         place = table[token // block_size], token % block_size
         for plane, source, old in zip(target, planes, untouched, strict=True):
@@ -93,24 +95,26 @@ def test_the_checksum_is_xxh3_of_any_length(library: ctypes.CDLL, num_bytes: int
     slab = room(num_bytes)
     table = np.arange(NUM_BLOCKS)
     for plane in (planes[0][:, :16].contiguous(), zeros((65_536, 1, 1, 1), torch.uint8)):
-        layer = LayerPlanes(library, [plane])
+        layer = PagedPlanes(library, [[plane]])
         if num_bytes > plane.numel():
             continue
         blocks = table if plane.shape[1] == 16 else np.arange(65_536)
-        total = layer.gather(blocks, 0, num_bytes, slab)
+        total = layer.gather(range(1), blocks, 0, num_bytes, slab)
         assert total == checksum(slab)
 
 
-def test_it_equals_what_torch_does() -> None:
-    k_cache, v_cache = random_planes([(3, 5), (3, 7)], 16, torch.float32, 3)
-    layer = layer_planes([k_cache, v_cache])
-    if layer is None:
+def test_layers_follow_each_other_as_torch_has_them() -> None:
+    layers = [random_planes([(3, 5), (3, 7)], 16, torch.float32, seed) for seed in range(3)]
+    planes = paged_planes(layers)
+    if planes is None:
         pytest.skip("there is no C compiler")
-    expected = torch.empty(50 * layer.token_bytes, dtype=torch.uint8)
     slots = torch.cat([torch.arange(16) + 16 * block for block in (7, 2, 9, 4)])[5:55]
-    cache_ops.gather(k_cache, v_cache, slots, expected)
+    parts = [torch.empty(50 * 3 * (5 + 7) * 4, dtype=torch.uint8) for _ in range(2)]
+    for layer, part in zip(layers[1:], parts, strict=True):
+        cache_ops.gather(*layer, slots, part)
+    expected = torch.cat(parts)
     slab = room(expected.numel())
-    layer.gather(np.array([7, 2, 9, 4]), 5, 50, slab)
+    planes.gather(range(1, 3), np.array([7, 2, 9, 4]), 5, 50, slab)
     assert bytes(slab) == expected.numpy().tobytes()
 
 

@@ -40,13 +40,13 @@ class Field:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    """Prompts are computed in one chunk: a slab per layer."""
+    """Prompts are computed in one chunk; with a ring so small a slab goes for every layer of a long one, or two."""
     model = tiny(tmp_path_factory.mktemp("faults"), NUM_LAYERS)
     shape = Shape(
         model.path,
         model.name,
         death_bound_s=DEATH_BOUND_S,
-        prefill_flags=("--kv-blocks", 400, "--chunk-tokens", 4096),
+        prefill_flags=("--kv-blocks", 400, "--chunk-tokens", 4096, "--ring-memory", "4M"),
         decode_flags=("--kv-blocks", 256, "--transfer-deadline-s", 2),
     )
     with Fleet(shape) as fleet:
@@ -209,7 +209,7 @@ def decode_inflight(field: Field) -> list[int]:
 
 
 def test_prompt_that_is_cancelled_stops_at_the_next_layer(field: Field) -> None:
-    """A 3,000-token prompt is one chunk here: its layers' slabs tell how far it got."""
+    """A 3,000-token prompt is one chunk here: its slabs tell how far it got."""
     body = {"model": "tiny", "prompt": random_prompt(1, LONG_PROMPT_TOKENS), "max_tokens": 4}
     leave = Leave()
     case = Case("long", body)

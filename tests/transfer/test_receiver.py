@@ -16,9 +16,9 @@ SENDER = "prefill-0#00000000"
 HANDOFF = Handoff("r", 1, 9, [5], 0.0)
 
 
-def slab(layer: int, first: int, count: int, fill: int = 1) -> tuple[Slab, memoryview]:
-    payload = memoryview(bytes([fill]) * (count * BYTES_PER_TOKEN))
-    return Slab("r", 1, 9, layer, first, count, checksum(payload)), payload
+def slab(layer: int, first: int, count: int, num_layers: int = 1) -> tuple[Slab, memoryview]:
+    payload = memoryview(bytes(num_layers * count * BYTES_PER_TOKEN))
+    return Slab("r", 1, 9, layer, first, count, checksum(payload), num_layers=num_layers), payload
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def receiver() -> Receiver:
     return receiver
 
 
-def take(receiver: Receiver, layer: int, first: int, count: int) -> None:
-    message, payload = slab(layer, first, count)
+def take(receiver: Receiver, layer: int, first: int, count: int, num_layers: int = 1) -> None:
+    message, payload = slab(layer, first, count, num_layers)
     entry = receiver.find(message, SENDER)
     assert entry is not None
     receiver.check(entry, message, payload)
@@ -45,6 +45,23 @@ def test_complete_after_every_layer_is_full(receiver: Receiver) -> None:
     assert entry is not None
     assert receiver.complete(entry) >= 0
     assert len(receiver) == 0
+
+
+def test_a_slab_of_several_layers_is_the_next_piece_of_each(receiver: Receiver) -> None:
+    take(receiver, 1, 4, 3)
+    take(receiver, 0, 4, 3)
+    take(receiver, 0, 7, 3, num_layers=2)
+    entry = receiver.find(HANDOFF, SENDER)
+    assert entry is not None
+    assert entry.num_bytes == 12 * BYTES_PER_TOKEN
+    receiver.complete(entry)
+
+
+@pytest.mark.parametrize(("num_layers", "reason"), [(2, "gap"), (3, "bad_layer")])
+def test_one_layer_that_is_elsewhere_spoils_the_slab(receiver: Receiver, num_layers: int, reason: str) -> None:
+    take(receiver, 1, 4, 3)
+    with pytest.raises(TransferError, match=reason):
+        take(receiver, 0, 4, 3, num_layers)
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def cache(dtype: str) -> KVCache:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2)])
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_harm_on_the_way_is_an_error(dtype: str, layer: int, harm: Callable[[bytearray], object]) -> None:
-    payload, total = cache(dtype).gather(layer, BLOCKS, 2, TOKENS)
-    slab = Slab("r", 1, 1, layer, 2, TOKENS, total)
+def test_harm_on_the_way_is_an_error(dtype: str, layers: range, harm: Callable[[bytearray], object]) -> None:
+    payload, total = cache(dtype).gather(layers, BLOCKS, 2, TOKENS)
+    slab = Slab("r", 1, 1, layers.start, 2, TOKENS, total, num_layers=len(layers))
     target = cache(dtype)
     store_slab(target, slab, BLOCKS, payload)
     harmed = bytearray(payload)
@@ -50,7 +50,7 @@ def test_harm_on_the_way_is_an_error(dtype: str, layer: int, harm: Callable[[byt
 
 def test_the_few_bytes_of_a_tiny_slab_are_summed_too() -> None:
     tiny = KVCache(KVLayout("f", "int8", (LayerShape(1, 1, 1),)), 2, 4)
-    payload, total = tiny.gather(0, [1], 0, 1)
+    payload, total = tiny.gather(range(1), [1], 0, 1)
     assert payload.nbytes == 10
     with pytest.raises(TransferError, match="bad_checksum"):
         store_slab(tiny, Slab("r", 1, 1, 0, 0, 1, total), [0], memoryview(b"\x01" + bytes(9)))

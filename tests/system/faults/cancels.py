@@ -123,7 +123,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pds-cancels-") as directory:
         model = tiny(Path(directory)) if args.tiny else demo()
         flags = ("--kv-blocks", 512)
-        shape = Shape(model.path, model.name, prefill=1, decode=1, worker_flags=flags, check_invariants=False)
+        shape = Shape(
+            model.path, model.name, prefill=1, decode=1, worker_flags=flags, check_invariants=False,
+            prefill_flags=("--ring-memory", "2M"),  # so small that a slab goes for every layer
+        )  # fmt: skip
         with Fleet(shape) as fleet:
             result = Cancels(fleet, model, args.seed).run()
     print(json.dumps(result))

@@ -1,0 +1,173 @@
+"""Both ends of a link, over real sockets: layers leave in slabs of decent size, and all of it arrives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from pdserve.decode.intake import Intake, worker_of
+from pdserve.engine.kv_cache import KVCache
+from pdserve.transfer.channel import FrameCounts
+from pdserve.transfer.layout import KVLayout, LayerShape
+from pdserve.transfer.links import LinkMode
+from pdserve.transfer.messages import Abort, Handoff, Peer, Slab
+from pdserve.transfer.offers import MAX_POSITION, RingSpan
+from pdserve.transfer.receiver import Receiver
+from pdserve.transfer.sender import FRAME_BYTES, LinkOptions, LinkState, Outgoing, PeerLink
+from pdserve.transfer.slab import store_slab
+
+NUM_LAYERS, TOKENS = 6, 100
+LAYOUT = KVLayout("f", "float32", (LayerShape(2, 16, 16),) * (NUM_LAYERS - 1) + (LayerShape(1, 7, 3),))
+LAYER_BYTES = TOKENS * 2 * 2 * 16 * 4
+PREFILL, DECODE = "prefill-0#00000001", "decode-0#00000002"
+TABLE = [4, 0, 6, 2, 1, 5, 3]
+
+
+def random_cache(seed: int) -> KVCache:
+    cache = KVCache(LAYOUT, 7, 16)
+    generator = torch.Generator().manual_seed(seed)
+    for plane in (*cache.keys, *cache.values):
+        plane.normal_(generator=generator)
+    return cache
+
+
+@dataclass
+class Pair:
+    intake: Intake
+    link: PeerLink
+    counts: FrameCounts
+
+    def turn(self) -> None:
+        for _ in self.intake.poll_control(DECODE):
+            pass
+        for _ in self.link.poll():
+            pass
+        self.link.tick([])
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, what
+            self.turn()
+            self.intake.sockets[0].poll(5)
+
+    def take(self) -> list[Slab | Handoff | Abort]:
+        """Everything up to the handoff, into a cache like the sender's; then the credit for it."""
+        receiver, cache = Receiver(LAYOUT), random_cache(2)
+        receiver.expect("r", 1, 9, PREFILL, 0, TOKENS)
+        taken: list[Slab | Handoff | Abort] = []
+
+        def look() -> bool:
+            self.intake.send_credits()
+            for received in self.intake.poll_bulk(1 << 30):
+                message = received.message
+                assert isinstance(message, Slab | Handoff)
+                entry = receiver.find(message, worker_of(received.sender))
+                assert entry is not None
+                taken.append(message)
+                if isinstance(message, Slab):
+                    assert isinstance(received.payload, memoryview)
+                    receiver.check(entry, message, received.payload)
+                    store_slab(cache, message, TABLE, received.payload)
+                    receiver.taken(entry, message, received.payload.nbytes)
+                else:
+                    receiver.complete(entry)
+            return bool(taken) and isinstance(taken[-1], Handoff)
+
+        self.until(look, "the handoff is here")
+        layers = range(NUM_LAYERS)
+        assert bytes(cache.gather(layers, TABLE, 0, TOKENS)[0]) == bytes(
+            random_cache(1).gather(layers, TABLE, 0, TOKENS)[0]
+        )
+        return taken
+
+
+@contextmanager
+def pair(directory: Path, mode: LinkMode, ring_bytes: int) -> Iterator[Pair]:
+    with zmq.Context() as context:
+        counts = FrameCounts()
+        intake = Intake(context, f"ipc://{directory}/b", f"ipc://{directory}/c", LAYOUT, counts, mode=mode)
+        options = LinkOptions(mode, "here", ring_bytes=ring_bytes)
+        peer = Peer(DECODE, "here", *intake.addresses, [mode])
+        link = PeerLink(context, peer, PREFILL, 1, LAYOUT, FrameCounts(), options)
+        both = Pair(intake, link, counts)
+        try:
+            both.until(lambda: not [*intake.poll_bulk(1)] and link.state is LinkState.LINKED, "the two are linked")
+            yield both
+            assert not counts.dropped
+        finally:
+            link.close()
+            intake.close()
+
+
+def ship(link: PeerLink, *chunks: int) -> None:
+    """A prompt in chunks that end there, layer after layer."""
+    outgoing, cache = Outgoing("r", 1, 9, 0, link, LAYOUT), random_cache(1)
+    for up_to in chunks:
+        for layer in range(NUM_LAYERS):
+            outgoing.ship(cache, layer, TABLE, up_to)
+    outgoing.hand_off([5], [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "ring_bytes", "expected"),
+    [
+        ("shm", 1 << 20, [(0, 6)]),
+        ("shm", 8 * 2 * LAYER_BYTES, [(0, 2), (2, 2), (4, 2)]),
+        ("shm", 8 * LAYER_BYTES, [(layer, 1) for layer in range(6)]),
+        ("shm", LAYER_BYTES // 2, [(layer, 1) for layer in range(6)]),  # which go beside it
+        ("zmq", 1 << 20, [(0, 6)]),
+    ],
+)
+def test_layers_leave_together_as_far_as_the_ring_is_large(
+    tmp_path: Path, mode: LinkMode, ring_bytes: int, expected: list[tuple[int, int]]
+) -> None:
+    assert FRAME_BYTES > NUM_LAYERS * LAYER_BYTES
+    with pair(tmp_path, mode, ring_bytes) as both:
+        ship(both.link, TOKENS)
+        *slabs, _ = both.take()
+        assert [(s.layer, s.num_layers) for s in slabs if isinstance(s, Slab)] == expected
+        assert both.link.bytes_sent == TOKENS * LAYOUT.bytes_per_token
+
+
+def test_every_chunk_ends_with_its_last_layer(tmp_path: Path) -> None:
+    with pair(tmp_path, "shm", 8 * 2 * LAYER_BYTES) as both:
+        ship(both.link, 60, 61, TOKENS)
+        *slabs, _ = both.take()
+        places = [(s.first_token, s.num_tokens, s.layer, s.num_layers) for s in slabs if isinstance(s, Slab)]
+        assert places == [(0, 60, 0, 4), (0, 60, 4, 2), (60, 1, 0, 6), (61, 39, 0, 6)]
+
+
+def test_what_decode_holds_already_is_not_sent(tmp_path: Path) -> None:
+    with pair(tmp_path, "shm", 1 << 20) as both:
+        outgoing = Outgoing("r", 1, 9, 50, both.link, LAYOUT)
+        for layer in range(NUM_LAYERS):
+            outgoing.ship(random_cache(1), layer, TABLE, 40)
+        assert both.link.bytes_sent == 0
+        for layer in range(NUM_LAYERS):
+            outgoing.ship(random_cache(1), layer, TABLE, 60)
+        assert both.link.bytes_sent == 10 * LAYOUT.bytes_per_token
+
+
+def test_positions_past_all_reason_do_not_end_the_receiver(tmp_path: Path) -> None:
+    with pair(tmp_path, "shm", 1 << 20) as both:
+        for num_bytes in (MAX_POSITION, 1):
+            span = RingSpan(MAX_POSITION, num_bytes)
+            both.link.send_slab(Slab("r", 1, 9, 0, 0, 1, 0, span), memoryview(b""))
+        seen: list[object] = []
+
+        def all_here() -> bool:
+            seen.extend(both.intake.poll_bulk(1 << 30))
+            both.intake.send_credits()
+            return len(seen) + both.counts.dropped["bad_span"] == 2
+
+        both.until(all_here, "both are looked at")
+        assert len(seen) == 1, "only one byte may lie there"
+        both.counts.dropped.clear()
