@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.setup import Engine
 from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Peer, Peers, Reserved
 from tests.engine.tiny_models import build, prompts, reference
-from tests.worker_rig import WAIT_S, Rig, prefill_message, reserve_message
+from tests.worker_rig import WAIT_S, Rig, engine, prefill_message, reserve_message
 
 PROMPTS = prompts([50, 3, 33])
 LONG = prompts([200])[0]
@@ -204,8 +206,22 @@ def test_choices_are_prefilled_and_sent_once(rig: Rig, golden: list[list[int]]) 
     settle(rig, prefill, decode)
 
 
+def slow_engine(num_blocks: int, block_size: int) -> Engine:
+    """A prefill worker that takes a few milliseconds over every chunk, so that heartbeats pass while it is at it."""
+    made = engine(num_blocks, block_size)
+    gather = made.cache.gather
+
+    def slowly(*place: Any) -> tuple[memoryview, int]:
+        time.sleep(0.005)
+        return gather(*place)
+
+    made.cache.gather = slowly  # type: ignore[method-assign]
+    return made
+
+
 @pytest.mark.parametrize("explicit", [True, False], ids=["cancelled", "unlisted"])
 def test_an_unwanted_attempt_is_dropped_on_both_sides(rig: Rig, explicit: bool) -> None:
+    rig.engine = slow_engine
     prefill, decode = rig.pair(chunk_tokens=1)
     dispatch(rig, "a", LONG, prefill, decode)
     rig.live.clear()
@@ -292,6 +308,7 @@ def test_a_resumed_request_goes_on_from_its_tokens(rig: Rig, golden: list[list[i
 
 
 def test_prefill_fails_an_attempt_whose_decode_worker_has_left(rig: Rig) -> None:
+    rig.engine = slow_engine
     prefill, decode = rig.pair(chunk_tokens=1)
     dispatch(rig, "a", LONG, prefill, decode)
     rig.until(lambda: rig.heartbeats[prefill].running == 1, "prefill is at it")
