@@ -135,6 +135,11 @@ INLINE void finish(const int bits, const Linear *job, int64_t row, int64_t strip
     }
 }
 
+/* The first row and strip of a tile, and which it is of the tiles of these strips, which take turns at fetching. */
+typedef struct {
+    int64_t row, strip, turn, turns;
+} Place;
+
 /* Where a tile reads. */
 typedef struct {
     const uint8_t *weights; /* of the first group; the next is `stride` bytes on */
@@ -147,10 +152,10 @@ typedef struct {
     const int32_t *starts;
 } Source;
 
-INLINE Source source_of(const int64_t size, const Linear *job, int64_t row, int64_t strip) {
+INLINE Source source_of(const int64_t size, const Linear *job, Place place) {
     const Activations *x = job->activations;
-    const int64_t groups = x->padded / GROUP, at = row * groups, panel = groups * PANEL * size;
-    const uint8_t *w = (const uint8_t *)job->w->data + strip / PANEL * panel + strip % PANEL * size;
+    const int64_t groups = x->padded / GROUP, at = place.row * groups, panel = groups * PANEL * size;
+    const uint8_t *w = (const uint8_t *)job->w->data + place.strip / PANEL * panel + place.strip % PANEL * size;
     return (Source){w, PANEL * size, job->rows > MOST_ROWS ? panel : AHEAD_BYTES, groups, x->values + at * GROUP, x->wide + at * GROUP,
                     x->scales + at, x->sums + at, x->starts + at};
 }
@@ -158,23 +163,28 @@ INLINE Source source_of(const int64_t size, const Linear *job, int64_t row, int6
 /* In a tile, sums are variables, one by one: compilers leave an array in memory. r: row, s: strip. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 #define EACH_STRIP(DO, r) DO(r, 0) DO(r, 1) DO(r, 2) DO(r, 3)
+#define FETCH(size)                                                                                                  \
+    if (until-- == 0) {                                                                                              \
+        until = place.turns - 1;                                                                                     \
+        for (int line = 0; line < size; line += LINE_BYTES) __builtin_prefetch(w + from.ahead + line, 0, 2);         \
+    }
 #define DECLARE(r) vec sum##r##_0 = {0}, sum##r##_1 = {0}, sum##r##_2 = {0}, sum##r##_3 = {0};
 #define FINISH_STRIP(r, s)                                                                                           \
-    if (strips > s) finish(bits, job, row + r, strip + s, sum##r##_##s);
+    if (strips > s) finish(bits, job, place.row + r, place.strip + s, sum##r##_##s);
 #define FINISH(r)                                                                                                    \
     if (rows > r) {                                                                                                  \
         EACH_STRIP(FINISH_STRIP, r)                                                                                  \
     }
 
-/* Rows [row .. row + rows) of strips [strip .. strip + strips) of one panel. */
-INLINE void tile_int8(const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+/* `rows` rows of `strips` strips of one panel. */
+INLINE void tile_int8(const int rows, const int strips, const Linear *job, Place place) {
     const int bits = 8;
-    const Source from = source_of(GROUP * LANES, job, row, strip);
+    const Source from = source_of(GROUP * LANES, job, place);
+    int64_t until = place.turn;
     EACH_ROW(DECLARE)
     for (int64_t group = 0; group < from.groups; group++) {
         const uint8_t *w = from.weights + group * from.stride;
-        for (int line = 0; line < strips * GROUP * LANES; line += LINE_BYTES)
-            __builtin_prefetch(w + from.ahead + line, 0, 2);
+        FETCH(strips * GROUP * LANES)
 #define START(r)                                                                                                     \
     Sum dots##r##_0 = sum_from(rows > r ? from.starts[group + r * from.groups] : 0), dots##r##_1 = dots##r##_0,      \
         dots##r##_2 = dots##r##_0, dots##r##_3 = dots##r##_0;
@@ -212,14 +222,14 @@ INLINE void tile_int8(const int rows, const int strips, const Linear *job, int64
     EACH_ROW(FINISH)
 }
 
-INLINE void tile_int4(const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
+INLINE void tile_int4(const int rows, const int strips, const Linear *job, Place place) {
     const int bits = 4;
-    const Source from = source_of(GROUP_BYTES, job, row, strip);
+    const Source from = source_of(GROUP_BYTES, job, place);
+    int64_t until = place.turn;
     EACH_ROW(DECLARE)
     for (int64_t group = 0; group < from.groups; group++) {
         const uint8_t *w = from.weights + group * from.stride;
-        for (int line = 0; line < strips * GROUP_BYTES; line += LINE_BYTES)
-            __builtin_prefetch(w + from.ahead + line, 0, 2);
+        FETCH(strips * GROUP_BYTES)
 #define START(r) GroupSum dots##r##_0 = {0}, dots##r##_1 = {0}, dots##r##_2 = {0}, dots##r##_3 = {0};
         EACH_ROW(START)
 #define ADD_STRIP(r, s)                                                                                              \
@@ -258,20 +268,21 @@ INLINE void tile_int4(const int rows, const int strips, const Linear *job, int64
     EACH_ROW(FINISH)
 }
 
-INLINE void tile(const int bits, const int rows, const int strips, const Linear *job, int64_t row, int64_t strip) {
-    if (bits == 8) tile_int8(rows, strips, job, row, strip);
-    else tile_int4(rows, strips, job, row, strip);
+INLINE void tile(const int bits, const int rows, const int strips, const Linear *job, Place place) {
+    if (bits == 8) tile_int8(rows, strips, job, place);
+    else tile_int4(rows, strips, job, place);
 }
 
 /* All strips of a panel: at once where there is one tile, since that waits for memory; else so many that there are
  * registers for all sums. */
-INLINE void panel_of(const int bits, int64_t rows, const Linear *job, int64_t row, int64_t strip) {
+INLINE void panel_of(const int bits, int64_t rows, const Linear *job, Place place) {
     const int alone = job->rows <= WHOLE_ROWS;
 #define TILES(count, together)                                                                                       \
     case count:                                                                                                      \
-        if (alone) tile(bits, count, PANEL, job, row, strip);                                                        \
+        if (alone) tile(bits, count, PANEL, job, place);                                                             \
         else                                                                                                         \
-            for (int s = 0; s < PANEL; s += together) tile(bits, count, together, job, row, strip + s);              \
+            for (int s = 0; s < PANEL; s += together, place.strip += together)                                       \
+                tile(bits, count, together, job, place);                                                             \
         break;
     switch (rows) {
 #if MOST_ROWS > 3
@@ -286,11 +297,11 @@ INLINE void panel_of(const int bits, int64_t rows, const Linear *job, int64_t ro
 INLINE void walk(const int bits, const Linear *job, int64_t first, int64_t end, int64_t strip, int64_t last) {
     const int64_t tiles = (end - first + MOST_ROWS - 1) / MOST_ROWS;
     for (; strip < last; strip += PANEL) {
-        int64_t row = first;
-        for (int64_t left = tiles; left > 0; left--) { /* tiles of nearly equal height */
-            const int64_t here = (end - row + left - 1) / left;
-            panel_of(bits, here, job, row, strip);
-            row += here;
+        Place place = {first, strip, 0, tiles};
+        for (; place.turn < tiles; place.turn++) { /* tiles of nearly equal height */
+            const int64_t left = tiles - place.turn, here = (end - place.row + left - 1) / left;
+            panel_of(bits, here, job, place);
+            place.row += here;
         }
     }
 }
