@@ -7,8 +7,8 @@ All that wait age alike, so the difference between two ranks never changes: a ra
 from __future__ import annotations
 
 AGEING_TOKENS_PER_S = 200.0  # a second of waiting outweighs this many tokens of length
-STEP_S = 0.2  # how long a step should take at most: whoever comes meanwhile waits for its end
-LEAST_STEP_TOKENS = 96  # fewer cost more each, and a step has some fixed cost
+STEP_S = 0.15  # how long a step should take at most: whoever comes meanwhile waits for its end
+LEAST_STEP_TOKENS = 64  # fewer cost more each, and a step has some fixed cost
 PRIORITY_TOKENS = 2000.0  # one priority level outweighs this many tokens of length: 10 s of waiting
 
 
