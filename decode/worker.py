@@ -40,6 +40,7 @@ from ..transfer.messages import (
 )
 from ..transfer.receiver import Receiver
 from ..transfer.slab import store_slab
+from ..transfer.waiting import Waiter
 from .config import DecodeConfig
 from .intake import Intake, worker_of
 from .metrics import DecodeMetrics
@@ -104,6 +105,7 @@ class DecodeWorker:
         self._inbox: deque[tuple[GatewayTie, Message]] = deque()
         self._pumped_at = 0.0
         self._outbox = Outbox()
+        self._waiter = Waiter()
         self._ready = False
         self._stopping = False
 
@@ -159,13 +161,10 @@ class DecodeWorker:
 
     def _wait(self) -> None:
         """Sleep until a socket has something, or something is due."""
-        poller = zmq.Poller()
-        for socket in (*self._members.sockets, *self._intake.sockets):
-            poller.register(socket, zmq.POLLIN)
-        if self._grammars.descriptor is not None:
-            poller.register(self._grammars.descriptor, zmq.POLLIN)
+        sockets = *self._members.sockets, *self._intake.sockets
         self._cores.idle()  # and so it stays while slabs come in: they take a moment each, a step is what takes long
-        poller.poll(DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS)
+        timeout_ms = DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS
+        self._waiter.wait(sockets, self._grammars.descriptor, timeout_ms)
 
     def _between_layers(self) -> None:
         """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more.

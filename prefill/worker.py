@@ -44,6 +44,7 @@ from ..transfer.messages import (
 )
 from ..transfer.reports import Speed
 from ..transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
+from ..transfer.waiting import Waiter
 from .config import PrefillConfig
 from .metrics import PrefillMetrics
 from .peers import Peers
@@ -82,6 +83,7 @@ class PrefillWorker:
         self._grammars = Grammars(engine.tokenizer)
         self._inbox: deque[tuple[GatewayTie, Prefill]] = deque()
         self._pumped_at = 0.0
+        self._waiter = Waiter()
         self._incarnation = self._members.worker
         self._step: list[Work] = []
         self._rate = PromptRate()
@@ -137,13 +139,10 @@ class PrefillWorker:
 
     def _wait(self) -> None:
         """Sleep until a socket has something, or something is due."""
-        poller = zmq.Poller()
-        for socket in (*self._members.sockets, *self._peers.sockets):
-            poller.register(socket, zmq.POLLIN)
-        if self._grammars.descriptor is not None:
-            poller.register(self._grammars.descriptor, zmq.POLLIN)
+        sockets = *self._members.sockets, *self._peers.sockets
         self._cores.idle()
-        if poller.poll(DEVICE_WAIT_MS if self._scheduler.is_copying else IDLE_WAIT_MS):
+        timeout_ms = DEVICE_WAIT_MS if self._scheduler.is_copying else IDLE_WAIT_MS
+        if self._waiter.wait(sockets, self._grammars.descriptor, timeout_ms):
             self._cores.busy()
 
     def _between_layers(self, layer: int) -> None:
