@@ -156,7 +156,8 @@ INLINE Source source_of(const int64_t size, const Linear *job, Place place) {
     const Activations *x = job->activations;
     const int64_t groups = x->padded / GROUP, at = place.row * groups, panel = groups * PANEL * size;
     const uint8_t *w = (const uint8_t *)job->w->data + place.strip / PANEL * panel + place.strip % PANEL * size;
-    return (Source){w, PANEL * size, job->rows > MOST_ROWS ? panel : AHEAD_BYTES, groups, x->values + at * GROUP, x->wide + at * GROUP,
+    const int64_t ahead = job->rows > MOST_ROWS ? panel : AHEAD_BYTES;
+    return (Source){w, PANEL * size, ahead, groups, x->values + at * GROUP, x->wide + at * GROUP,
                     x->scales + at, x->sums + at, x->starts + at};
 }
 
