@@ -1,6 +1,6 @@
 """`bench transfer`: how fast KV moves between two processes of this machine, against a plain copy on one core.
 
-1. copy      what `memcpy` does on one core, out of memory into memory, in pieces of a slab's size
+1. copy      what `memcpy` does on one core, out of memory into memory, in pieces as large as a layer's KV of a chunk
 2. links     prompts, several under way: GB/s by the clock, and what either end's processor time would allow
 3. exposed   one prompt at a time: what a prefill step waits for while its KV is copied out, and how long after the last
              layer decode has all of it. With --url, as a share of the time to first token of a running system
@@ -46,10 +46,10 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True)
 class Result:
-    """One link with one size of slabs. `share`: of a plain copy in pieces of the same size."""
+    """One link with one size of chunks. `share`: of a plain copy in pieces of the size of one layer's KV of a chunk."""
 
     link: str
-    slab_kib: float
+    layer_kib: float
     gb_s: float
     share: float
     sender_gb_s: float  # if it had only the sender's processor time to wait for
@@ -78,7 +78,7 @@ def result_of(job: Job, together: Moved, alone: Moved, copy: float) -> Result:
     gb_s = together.num_bytes / together.wall_s / 1e9
     return Result(
         link=job.link,
-        slab_kib=job.chunk_tokens * job.layout.layer_bytes_per_token(0) / 1024,
+        layer_kib=job.chunk_tokens * job.layout.layer_bytes_per_token(0) / 1024,
         gb_s=gb_s,
         share=gb_s / copy,
         sender_gb_s=together.num_bytes / together.sender_cpu_s / 1e9,
@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layout", type=_layout, metavar="LxHxD:DTYPE", help="instead, such as 32x8x128:bfloat16")
     parser.add_argument("--prompt-tokens", type=positive_int, default=512, metavar="N", help="(%(default)s)")
     parser.add_argument("--chunk-tokens", type=_sizes, default=[256, 512], metavar="N,…",
-                        help="of a prefill step, which make one slab a layer (256,512)")  # fmt: skip
+                        help="of a prefill step; small layers share a slab (256,512)")  # fmt: skip
     parser.add_argument("--links", default=",".join(LINKS), metavar="L,…", help="of %(default)s")
     parser.add_argument("--seconds", type=positive, default=3.0, help="for each figure (%(default)s)")
     parser.add_argument("--url", type=http_url, help="a running system: the exposed time as a share of its TTFT")
@@ -170,10 +170,10 @@ def main(arguments: list[str]) -> int:
         f"{args.prompt_tokens * layout.bytes_per_token / 1e6:.1f} MB",
         markup=False,
     )
-    headings = ["link", "slab KiB", "GB/s", "of memcpy", "sender's limit", "receiver's limit", "ship ms", "tail ms"]
+    headings = ["link", "layer KiB", "GB/s", "of memcpy", "sender's limit", "receiver's limit", "ship ms", "tail ms"]
     rows = [["memcpy", f"{piece / 1024:.0f}", f"{gb_s:.2f}", "100%", *["-"] * 4] for piece, gb_s in copies.items()]
     rows += [
-        [r.link, f"{r.slab_kib:.0f}", f"{r.gb_s:.2f}", f"{r.share:.0%}", f"{r.sender_gb_s:.2f}",
+        [r.link, f"{r.layer_kib:.0f}", f"{r.gb_s:.2f}", f"{r.share:.0%}", f"{r.sender_gb_s:.2f}",
          f"{r.receiver_gb_s:.2f}", f"{r.ship_ms:.1f}", f"{r.tail_ms:.1f}"]
         for r in results
     ]  # fmt: skip

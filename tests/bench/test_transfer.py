@@ -31,7 +31,7 @@ def test_links_are_measured_and_the_last_line_is_json(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     assert [row["link"] for row in result["results"]] == links
-    assert {row["slab_kib"] for row in result["results"]} == {20 * 128 / 1024}
+    assert {row["layer_kib"] for row in result["results"]} == {20 * 128 / 1024}
     assert result["memcpy_gb_s"].keys() == {str(20 * 128)}
     positive = ("gb_s", "share", "sender_gb_s", "receiver_gb_s", "ship_ms", "tail_ms")
     assert all(row[name] > 0 for row in result["results"] for name in positive)
