@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 import pdserve.decode.intake
+import pdserve.engine.runner
 from pdserve.bench.device_fake import DeviceCache, FakeDevice
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.model import LoadedModel
@@ -73,6 +74,7 @@ class DeviceRig(Rig):
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRig]:
     monkeypatch.setattr(link_cuda_ipc, "GRACE_S", 0.05)
     monkeypatch.setattr(pdserve.decode.intake, "SILENT_S", 0.3)
+    monkeypatch.setattr(pdserve.engine.runner, "straight_model", lambda *_: None)  # as on a device
     rig = DeviceRig(tmp_path)
     yield rig
     rig.close()

@@ -7,7 +7,7 @@
 #define BLOCK_BYTES (512 << 10)   /* of x that are walked again and again: they should stay in L2 */
 #define LEAST_BLOCK_ROWS 48
 #define ITEM_BYTES (64 << 10)     /* of weights in an item, */
-#define ITEM_STEPS (2 << 20)      /* and multiplications, whichever is less; */
+#define ITEM_STEPS (512 << 10)      /* and multiplications, whichever is less; */
 #define ITEM_BYTE_STEPS (8 << 20) /* of integers; */
 #define ITEM_COLS 64              /* but no fewer columns: what the widest tile takes */
 #define MOST_LINEARS 4
