@@ -86,7 +86,7 @@ class Intake:
         self._held: dict[str, deque[Received]] = {}  # by sender: a slab that is still being written, and all behind it
         self._heard_at: dict[str, float] = {}
         self._probed_at: dict[str, float] = {}
-        self._bulk_here: set[str] = set()  # identities whose bulk socket has said hello
+        self._bulk_here: dict[str, int] = {}  # identity → connection, of bulk sockets that have said hello
         self._early: dict[str, tuple[Received, Hello, str]] = {}  # hellos that came before that
         self._told_gone: set[tuple[str, str, int]] = set()
 
@@ -108,14 +108,14 @@ class Intake:
                 case PeerHeartbeat() as heartbeat:
                     if received.sender not in self._consumed:
                         self._counts.drop("stranger")
-                        self._control.blame(received)
+                        self._control.blame(received.connection)
                         continue
-                    self._control.trust(received)
+                    self._control.trust(received.connection)
                     self._heard_at[received.sender] = time.monotonic()
                     yield received.sender, heartbeat
                 case other:
                     self._counts.drop("unexpected")
-                    self._control.blame(received)
+                    self._control.blame(received.connection)
                     log.debug("unexpected %s from %s", other.kind, received.sender)
 
     def _greet(self, received: Received, hello: Hello, worker: str) -> None:
@@ -124,13 +124,13 @@ class Intake:
         full = identity not in self._consumed and len(self._consumed) >= MAX_PEERS
         if worker_of(identity) != hello.worker or full or self._is_taken(identity, worker):
             self._counts.drop("identity")
-            self._control.blame(received)
+            self._control.blame(received.connection)
             return
         try:
             self._layout.require_equal(hello.layout, worker, hello.worker)
         except LayoutMismatch as error:
             self._control.send(identity, HelloDenied(str(error)))
-            self._control.blame(received)
+            self._control.blame(received.connection)
             return
         if identity not in self._bulk_here:
             if len(self._early) < MAX_PEERS:
@@ -140,7 +140,8 @@ class Intake:
         if link not in self._links:
             self._control.send(identity, HelloDenied(f"{worker}: {why_not or f'{link} is not wanted (--link)'}"))
             return
-        self._control.trust(received)
+        self._control.trust(received.connection)
+        self._bulk.trust(self._bulk_here[identity])  # whichever hello came first: its first slab may be a large one
         self._heard_at[identity] = time.monotonic()
         self._consumed.setdefault(identity, 0)
         self._credited[identity] = self._consumed[identity], 0
@@ -187,13 +188,11 @@ class Intake:
     def _bulk_hello(self, received: Received) -> None:
         """The first word on a bulk socket. Who it is remains to be said on the other."""
         if len(self._bulk_here) >= 2 * MAX_PEERS:
-            self._bulk_here &= self._consumed.keys()
-        self._bulk_here.add(received.sender)
-        self._bulk.blame(received)  # it is said once; whoever goes on saying it is a flood
+            self._bulk_here = {known: at for known, at in self._bulk_here.items() if known in self._consumed}
+        self._bulk_here[received.sender] = received.connection
+        self._bulk.blame(received.connection)  # it is said once; whoever goes on saying it is a flood
         if (early := self._early.pop(received.sender, None)) is not None:
             self._greet(*early)
-        if received.sender in self._consumed:
-            self._bulk.trust(received)
 
     def poll_bulk(self, budget_bytes: int) -> Iterator[Received]:
         """Slabs, handoffs and aborts, in order, until about `budget_bytes` of payload have been taken in."""
@@ -213,12 +212,12 @@ class Intake:
             elif received.sender not in self._consumed:
                 unwanted += 1
                 self._counts.drop("stranger")
-                self._bulk.blame(received)
+                self._bulk.blame(received.connection)
             elif not isinstance(received.message, Slab | Handoff | Abort):
-                self._bulk.trust(received)
+                self._bulk.trust(received.connection)
                 self._counts.drop("unexpected")
             else:
-                self._bulk.trust(received)
+                self._bulk.trust(received.connection)
                 if received.sender in self._held or self._is_being_written(received):
                     self._held.setdefault(received.sender, deque()).append(received)
                 else:
@@ -325,7 +324,7 @@ class Intake:
         self._device_rings.drop(identity)
         self._held.pop(identity, None)
         self._probed_at.pop(identity, None)
-        self._bulk_here.discard(identity)
+        self._bulk_here.pop(identity, None)
 
     def close(self) -> None:
         self._bulk.close()

@@ -231,9 +231,9 @@ class Pool:
         if isinstance(message, Register):
             self._on_register(sender, message)
             if message.worker in self.workers and self.workers[message.worker].identity == sender:
-                self._router.trust(received)
+                self._router.trust(received.connection)
             else:
-                self._router.blame(received)
+                self._router.blame(received.connection)
             return
         worker = self.workers.get(sender.rpartition("/")[0])
         if worker is None or worker.identity != sender:
@@ -241,9 +241,9 @@ class Pool:
                 self._router.send(sender, RegistrationDenied("not registered here", fatal=False))
             else:
                 self.frames.drop("unregistered")
-            self._router.blame(received)
+            self._router.blame(received.connection)
             return
-        self._router.trust(received)
+        self._router.trust(received.connection)
         worker.last_heard = self._clock()
         match message:
             case WorkerHeartbeat():

@@ -147,7 +147,7 @@ class Rig:
     def pump(self) -> None:
         self.gateway.socket.poll(10)
         for received in self.gateway.receive():
-            self.gateway.trust(received)  # as a gateway does: of strangers it would take but a few messages at a time
+            self.gateway.trust(received.connection)  # as a gateway does: strangers are heard out seldom
             self._take(received)
         if time.monotonic() >= self._beat_at and self.accepting:
             self._beat_at = time.monotonic() + 0.1

@@ -239,13 +239,13 @@ class Router:
             self._guard.blame(connection)
         return received
 
-    def trust(self, received: Received) -> None:
-        """The sender is a peer that was let in. To be repeated with its messages: it may have connected anew."""
-        self._guard.trust(received.connection)
+    def trust(self, connection: int) -> None:
+        """A peer that was let in. To be repeated with its messages: it may have connected anew."""
+        self._guard.trust(connection)
 
-    def blame(self, received: Received) -> None:
-        """Nobody wants this message. A peer that goes on like that is disconnected."""
-        self._guard.blame(received.connection)
+    def blame(self, connection: int) -> None:
+        """A message from there is wanted by nobody. A peer that goes on like that is disconnected."""
+        self._guard.blame(connection)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close now; `linger_ms` lets ZeroMQ's own thread push out a last word for that long."""

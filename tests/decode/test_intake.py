@@ -14,7 +14,7 @@ import zmq
 
 from pdserve.decode.intake import Intake, worker_of
 from pdserve.engine.kv_cache import KVCache
-from pdserve.transfer.channel import FrameCounts
+from pdserve.transfer.channel import STRANGER_FRAME_BYTES, FrameCounts
 from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.links import LinkMode
 from pdserve.transfer.messages import Abort, Handoff, Peer, Slab
@@ -58,6 +58,15 @@ class Pair:
             self.turn()
             self.intake.sockets[0].poll(5)
 
+    def hear(self, first: str) -> None:
+        """Decode hears the hello on that socket before the one on the other."""
+        socket = dict(zip(("bulk", "control"), self.intake.sockets, strict=True))[first]
+        deadline = time.monotonic() + 10
+        while not socket.poll(5):
+            assert time.monotonic() < deadline, "the hello is here"
+            self.link.tick([])
+        assert not [*(self.intake.poll_bulk(1) if first == "bulk" else self.intake.poll_control(DECODE))]
+
     def take(self) -> list[Slab | Handoff | Abort]:
         """Everything up to the handoff, into a cache like the sender's; then the credit for it."""
         receiver, cache = Receiver(LAYOUT), random_cache(2)
@@ -90,7 +99,8 @@ class Pair:
 
 
 @contextmanager
-def pair(directory: Path, mode: LinkMode, ring_bytes: int) -> Iterator[Pair]:
+def pair(directory: Path, mode: LinkMode, ring_bytes: int, first: str = "") -> Iterator[Pair]:
+    """Linked. `first`: the socket whose hello is heard first."""
     with zmq.Context() as context:
         counts = FrameCounts()
         intake = Intake(context, f"ipc://{directory}/b", f"ipc://{directory}/c", LAYOUT, counts, mode=mode)
@@ -99,6 +109,8 @@ def pair(directory: Path, mode: LinkMode, ring_bytes: int) -> Iterator[Pair]:
         link = PeerLink(context, peer, PREFILL, 1, LAYOUT, FrameCounts(), options)
         both = Pair(intake, link, counts)
         try:
+            if first:
+                both.hear(first)
             both.until(lambda: not [*intake.poll_bulk(1)] and link.state is LinkState.LINKED, "the two are linked")
             yield both
             assert not counts.dropped
@@ -135,6 +147,13 @@ def test_layers_leave_together_as_far_as_the_ring_is_large(
         *slabs, _ = both.take()
         assert [(s.layer, s.num_layers) for s in slabs if isinstance(s, Slab)] == expected
         assert both.link.bytes_sent == TOKENS * LAYOUT.bytes_per_token
+
+
+@pytest.mark.parametrize("first", ["bulk", "control"])
+def test_the_very_first_slab_may_be_large_whichever_hello_came_first(tmp_path: Path, first: str) -> None:
+    with pair(tmp_path, "zmq", 1 << 20, first) as both:
+        both.link.send_slab(Slab("r", 1, 9, 0, 0, 1, 0), memoryview(bytes(STRANGER_FRAME_BYTES + 1)))
+        both.until(lambda: bool([*both.intake.poll_bulk(1 << 30)]), "it is here")
 
 
 def test_every_chunk_ends_with_its_last_layer(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def collect(router: Router, wanted: Callable[[list[Received]], bool], timeout_s:
         router.socket.poll(20)
         for received in router.receive():
             got.append(received)
-            router.trust(received)
+            router.trust(received.connection)
     return got
 
 
