@@ -2,6 +2,9 @@
 
 Two prefill and two decode workers with a proxy on every link. After every test the system is whole again and holds
 nothing.
+
+Every test says who computes prompts: with "never" prefill workers do, so they hold requests and KV passes on the links;
+with "auto" decode workers do as well, of those that come alone or find no prefill worker.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -38,14 +40,20 @@ class Field:
     others: list[Case]
 
 
+def local_prefill(*modes: str) -> pytest.MarkDecorator:
+    """On which systems a test runs. There is one at a time, so tests stand in the order of their systems."""
+    return pytest.mark.parametrize("running", modes, indirect=True)
+
+
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     """Prompts are computed in one chunk; with a ring so small a slab goes for every layer of a long one, or two."""
     model = tiny(tmp_path_factory.mktemp("faults"), NUM_LAYERS)
     shape = Shape(
         model.path,
         model.name,
         death_bound_s=DEATH_BOUND_S,
+        gateway_flags=("--local-prefill", request.param),
         prefill_flags=("--kv-blocks", 400, "--chunk-tokens", 4096, "--ring-memory", "4M"),
         decode_flags=("--kv-blocks", 256, "--transfer-deadline-s", 2),
     )
@@ -81,6 +89,7 @@ def answers_during(field: Field, cases: list[Case], strike: Callable[[], Fault])
         return answers, blow.result()
 
 
+@local_prefill("auto")
 def test_stream_goes_on_with_golden_text_when_its_decode_worker_is_killed(field: Field) -> None:
     retries = field.fleet.metric("pdserve_retries_total", kind="decode_lost")
     answers, fault = answers_during(field, field.greedy, lambda: field.attack.kill("decode"))
@@ -90,14 +99,7 @@ def test_stream_goes_on_with_golden_text_when_its_decode_worker_is_killed(field:
     assert field.fleet.metric("pdserve_retries_total", kind="decode_lost") >= retries + fault.inflight
 
 
-@pytest.mark.parametrize("program", ["decode", "prefill"])
-def test_every_way_of_asking_survives_a_kill(field: Field, program: str) -> None:
-    answers, fault = answers_during(field, field.others, lambda: field.attack.kill(program))
-    assert fault.inflight > 0
-    for answer in answers:
-        assert_golden(answer)
-
-
+@local_prefill("auto")
 def test_requests_go_on_without_any_prefill_worker(field: Field) -> None:
     for name in ("prefill-0", "prefill-1"):
         field.fleet.kill(name)
@@ -108,6 +110,42 @@ def test_requests_go_on_without_any_prefill_worker(field: Field) -> None:
         field.fleet.spawn(name)
 
 
+@local_prefill("auto")
+def test_worker_frozen_for_less_than_the_death_bound_keeps_its_requests(field: Field) -> None:
+    old = {worker["name"]: worker["id"] for worker in field.fleet.workers()}
+    seconds = DEATH_BOUND_S / 3
+    answers, _ = answers_during(field, field.greedy, lambda: field.attack.freeze("decode", seconds, "freeze"))
+    for answer in answers:
+        assert_golden(answer)
+    assert {worker["name"]: worker["id"] for worker in field.fleet.workers()} == old
+
+
+@local_prefill("auto", "never")
+def test_many_long_prompts_that_are_all_cancelled_leave_the_system_as_it_was(field: Field) -> None:
+    def come_and_go(number: int) -> Answer:
+        prompt = random_prompt(1000 + number, LONG_PROMPT_TOKENS)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
+        return ask(field.fleet.port, Case("long", body), stream=number % 2 == 0, leave_s=0.05 + 0.01 * (number % 40))
+
+    for _ in range(2):
+        with ThreadPoolExecutor(40) as pool:
+            answers = list(pool.map(come_and_go, range(80)))
+        assert sum(answer.left for answer in answers) > 60
+        assert_nothing_remains(field.fleet)
+    for case in field.greedy:
+        assert_golden(ask(field.fleet.port, case, stream=True))
+
+
+@local_prefill("never")
+@pytest.mark.parametrize("program", ["decode", "prefill"])
+def test_every_way_of_asking_survives_a_kill(field: Field, program: str) -> None:
+    answers, fault = answers_during(field, field.others, lambda: field.attack.kill(program))
+    assert fault.inflight > 0
+    for answer in answers:
+        assert_golden(answer)
+
+
+@local_prefill("never")
 def test_without_workers_the_answer_is_503_with_retry_after_and_recovery_needs_no_help(field: Field) -> None:
     workers = [*field.fleet.names("prefill"), *field.fleet.names("decode")]
     for name in workers:
@@ -124,6 +162,7 @@ def test_without_workers_the_answer_is_503_with_retry_after_and_recovery_needs_n
     assert_golden(ask(field.fleet.port, field.greedy[0], stream=True))
 
 
+@local_prefill("never")
 @pytest.mark.parametrize(
     ("harm", "kind", "reason"),
     [
@@ -147,6 +186,7 @@ def test_harmed_frame_is_counted_and_the_text_is_golden(field: Field, harm: str,
     eventually(counted, 2.0, "the frame is counted as dropped")
 
 
+@local_prefill("never")
 @pytest.mark.parametrize(
     ("harm", "kind"),
     [("drop", "Handoff"), ("reorder", "Slab"), ("reorder", "Handoff"), ("delay", "Slab"), ("corrupt_token", "Handoff")],
@@ -165,6 +205,7 @@ def harm_any(field: Field, harm: str, kind: str) -> Fault:
     return field.attack.harm(name, harm, kinds=(kind,), delay_s=0.3)
 
 
+@local_prefill("never")
 @pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_requests_of_a_frozen_worker_move_on_and_nothing_of_its_old_life_counts(field: Field, program: str) -> None:
     old = {worker["name"]: worker["id"] for worker in field.fleet.workers()}
@@ -179,65 +220,20 @@ def test_requests_of_a_frozen_worker_move_on_and_nothing_of_its_old_life_counts(
     assert field.fleet.log_lines(fault.process, "dropping all work"), "it noticed that it was away"
 
 
-def test_worker_frozen_for_less_than_the_death_bound_keeps_its_requests(field: Field) -> None:
-    old = {worker["name"]: worker["id"] for worker in field.fleet.workers()}
-    seconds = DEATH_BOUND_S / 3
-    answers, _ = answers_during(field, field.greedy, lambda: field.attack.freeze("decode", seconds, "freeze"))
-    for answer in answers:
-        assert_golden(answer)
-    assert {worker["name"]: worker["id"] for worker in field.fleet.workers()} == old
-
-
-@contextmanager
-def readers(field: Field, number: int) -> Iterator[None]:
-    """So many streams flow, beside which decode computes nobody's prompt."""
-    leaves = [Leave() for _ in range(number)]
-    body = {"model": "tiny", "prompt": random_prompt(2, 20), "max_tokens": 3000, "ignore_eos": True}
-    with ThreadPoolExecutor(number) as pool:
-        for leave in leaves:
-            pool.submit(ask, field.fleet.port, Case("reader", body), stream=True, leave=leave)
-        eventually(lambda: min(decode_inflight(field)) > 0, 10, "both decode workers have readers")
-        try:
-            yield
-        finally:
-            for leave in leaves:
-                leave.go()
-
-
-def decode_inflight(field: Field) -> list[int]:
-    return [count for name, count in field.fleet.inflight().items() if name.startswith("decode")]
-
-
+@local_prefill("never")
 def test_prompt_that_is_cancelled_stops_at_the_next_layer(field: Field) -> None:
     """A 3,000-token prompt is one chunk here: its slabs tell how far it got."""
     body = {"model": "tiny", "prompt": random_prompt(1, LONG_PROMPT_TOKENS), "max_tokens": 4}
     leave = Leave()
     case = Case("long", body)
-    with readers(field, 2):
-        computed = field.fleet.metric("pdserve_computed_tokens_total", role="prefill")
-        with field.attack.watching("decode-0", ("Slab",)) as one, field.attack.watching("decode-1", ("Slab",)) as other:
-            with ThreadPoolExecutor(1) as pool:
-                leaving = pool.submit(ask, field.fleet.port, case, stream=True, leave=leave)
-                eventually(lambda: not (one.empty() and other.empty()), 10, "the first layer is on its way")
-                leave.go()
-                answer = leaving.result(timeout=30)
-            assert answer.left
-            eventually(lambda: field.fleet.metric("pdserve_requests_inflight") == 2, 10, "the request is let go of")
-        assert field.fleet.metric("pdserve_computed_tokens_total", role="prefill") == computed
-    assert_nothing_remains(field.fleet)
-    assert one.qsize() + other.qsize() < NUM_LAYERS
-
-
-def test_many_long_prompts_that_are_all_cancelled_leave_the_system_as_it_was(field: Field) -> None:
-    def come_and_go(number: int) -> Answer:
-        prompt = random_prompt(1000 + number, LONG_PROMPT_TOKENS)
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
-        return ask(field.fleet.port, Case("long", body), stream=number % 2 == 0, leave_s=0.05 + 0.01 * (number % 40))
-
-    for _ in range(2):
-        with ThreadPoolExecutor(40) as pool:
-            answers = list(pool.map(come_and_go, range(80)))
-        assert sum(answer.left for answer in answers) > 60
+    computed = field.fleet.metric("pdserve_computed_tokens_total", role="prefill")
+    with field.attack.watching("decode-0", ("Slab",)) as one, field.attack.watching("decode-1", ("Slab",)) as other:
+        with ThreadPoolExecutor(1) as pool:
+            leaving = pool.submit(ask, field.fleet.port, case, stream=True, leave=leave)
+            eventually(lambda: not (one.empty() and other.empty()), 10, "the first layer is on its way")
+            leave.go()
+            answer = leaving.result(timeout=30)
+        assert answer.left
         assert_nothing_remains(field.fleet)
-    for case in field.greedy:
-        assert_golden(ask(field.fleet.port, case, stream=True))
+    assert field.fleet.metric("pdserve_computed_tokens_total", role="prefill") == computed
+    assert one.qsize() + other.qsize() < NUM_LAYERS

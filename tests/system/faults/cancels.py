@@ -125,6 +125,7 @@ def main() -> int:
         flags = ("--kv-blocks", 512)
         shape = Shape(
             model.path, model.name, prefill=1, decode=1, worker_flags=flags, check_invariants=False,
+            gateway_flags=("--local-prefill", "never"),  # decode would compute prompts that come alone
             prefill_flags=("--ring-memory", "2M"),  # so small that a slab goes for every layer
         )  # fmt: skip
         with Fleet(shape) as fleet:

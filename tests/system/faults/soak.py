@@ -28,6 +28,7 @@ from tests.system.faults.scenario import Model, assert_nothing_remains, demo, ti
 AT_ONCE = 2  # faults under way at a time
 PAUSE_S = (0.1, 0.8)  # between the starts of two faults
 MAX_ERROR_SHARE = 0.05
+MIN_REMOTE_SHARE = 0.2  # of prompts that prefill workers get, or hardly a transfer is struck
 MAX_GROWTH_BYTES = 1 << 20  # per 100 faults
 MAX_MORE_FILES = 40  # open at the end, than when warm: links differ with who is alive, a leak has no end
 GROWTH_NEEDS_FAULTS = 100  # fewer say nothing about growth
@@ -187,6 +188,9 @@ class Soak:
         errors = judge.verdicts[Verdict.ERROR]
         if errors > MAX_ERROR_SHARE * judge.num_answers:
             judge.violation(f"{errors} errors in {judge.num_answers} answers")
+        computed_by = self.computed_by()
+        if computed_by["prefill"] < MIN_REMOTE_SHARE * sum(computed_by.values()):
+            judge.violation(f"too few prompts went to prefill workers: {computed_by}")
         for name, (faults, per_100) in self.memory.growth(self.fleet).items():
             if faults >= GROWTH_NEEDS_FAULTS and per_100 >= MAX_GROWTH_BYTES:
                 judge.violation(f"{name} grew by {per_100 / 1e6:.2f} MB per 100 faults")
@@ -222,9 +226,15 @@ class Soak:
         for name, (faults, per_100) in sorted(self.memory.growth(self.fleet).items()):
             print(f"memory of {name:<16}{per_100 / 1e6:>8.2f} MB per 100 faults (over {faults})")
         print(f"more files open than at first: {self.memory.more_files(self.fleet)}")
+        print(f"prompts computed by: {self.computed_by()}")
         for text in judge.violations[:40]:
             print(f"VIOLATION: {text}")
         print(json.dumps(self.summary()))
+
+    def computed_by(self) -> dict[str, int]:
+        """Attempts of requests by who was to compute their prompt."""
+        places = ("prefill", "decode")
+        return {where: round(self.fleet.metric("pdserve_prefill_choices_total", where=where)) for where in places}
 
     def summary(self) -> dict[str, object]:
         judge = self.judge
@@ -237,6 +247,7 @@ class Soak:
             "faults_by_kind": dict(sorted(Counter(fault.kind for fault in judge.faults).items())),
             "inflight_when_struck": {"min": min(inflight), "mean": round(statistics.mean(inflight), 2)},
             "missed": self.misses.total(),
+            "prompts_computed_by": self.computed_by(),
             "answers": {verdict.name.lower(): judge.verdicts[verdict] for verdict in Verdict},
             "errors": dict(judge.errors),
             "slowest_s": round(judge.slowest_s, 2),
