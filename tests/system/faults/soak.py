@@ -92,6 +92,7 @@ class Soak:
         self.attack = Attack(fleet, self.judge, random.Random(f"{seed}/attack"), lambda: self.load.open)
         self.attack.spared = set(SPARED)
         self.misses: Counter[str] = Counter()
+        self.computed_by: Counter[str] = Counter()  # attempts of requests, by who was to compute their prompt
         self.started_at = time.monotonic()
         self._said_at = 0.0
 
@@ -188,9 +189,10 @@ class Soak:
         errors = judge.verdicts[Verdict.ERROR]
         if errors > MAX_ERROR_SHARE * judge.num_answers:
             judge.violation(f"{errors} errors in {judge.num_answers} answers")
-        computed_by = self.computed_by()
-        if computed_by["prefill"] < MIN_REMOTE_SHARE * sum(computed_by.values()):
-            judge.violation(f"too few prompts went to prefill workers: {computed_by}")
+        for where in ("prefill", "decode"):
+            self.computed_by[where] = round(self.fleet.metric("pdserve_prefill_choices_total", where=where))
+        if self.computed_by["prefill"] < MIN_REMOTE_SHARE * self.computed_by.total():
+            judge.violation(f"too few prompts went to prefill workers: {dict(self.computed_by)}")
         for name, (faults, per_100) in self.memory.growth(self.fleet).items():
             if faults >= GROWTH_NEEDS_FAULTS and per_100 >= MAX_GROWTH_BYTES:
                 judge.violation(f"{name} grew by {per_100 / 1e6:.2f} MB per 100 faults")
@@ -226,15 +228,10 @@ class Soak:
         for name, (faults, per_100) in sorted(self.memory.growth(self.fleet).items()):
             print(f"memory of {name:<16}{per_100 / 1e6:>8.2f} MB per 100 faults (over {faults})")
         print(f"more files open than at first: {self.memory.more_files(self.fleet)}")
-        print(f"prompts computed by: {self.computed_by()}")
+        print(f"prompts computed by: {dict(self.computed_by)}")
         for text in judge.violations[:40]:
             print(f"VIOLATION: {text}")
         print(json.dumps(self.summary()))
-
-    def computed_by(self) -> dict[str, int]:
-        """Attempts of requests by who was to compute their prompt."""
-        places = ("prefill", "decode")
-        return {where: round(self.fleet.metric("pdserve_prefill_choices_total", where=where)) for where in places}
 
     def summary(self) -> dict[str, object]:
         judge = self.judge
@@ -247,7 +244,7 @@ class Soak:
             "faults_by_kind": dict(sorted(Counter(fault.kind for fault in judge.faults).items())),
             "inflight_when_struck": {"min": min(inflight), "mean": round(statistics.mean(inflight), 2)},
             "missed": self.misses.total(),
-            "prompts_computed_by": self.computed_by(),
+            "prompts_computed_by": dict(self.computed_by),
             "answers": {verdict.name.lower(): judge.verdicts[verdict] for verdict in Verdict},
             "errors": dict(judge.errors),
             "slowest_s": round(judge.slowest_s, 2),
