@@ -134,7 +134,7 @@ class Guard:
         self._encrypted = encrypted
         self._lock = threading.Lock()
         self._connections: dict[int, Connection] = {}  # by descriptor
-        self._cut_descriptors: set[int] = set()  # whose numbers were not given to a new connection yet
+        self._cut_cookies: dict[int, bytes] = {}  # by descriptor, while its number was not given to a new connection
         self._dropped: deque[str] = deque(maxlen=100_000)
         self._address = ""  # where the socket listens
         address = f"inproc://guard-{os.getpid()}-{next(_numbers)}"
@@ -155,7 +155,7 @@ class Guard:
         """Note a message that was taken, by the sizes of its frames. Returns how its sender stands."""
         connection = self._connection(descriptor)
         if connection is None:
-            return Standing.CUT if descriptor in self._cut_descriptors else Standing.STRANGER
+            return Standing.CUT if descriptor in self._cut_cookies else Standing.STRANGER
         connection.delivered_bytes += sum(wire_bytes(size, self._encrypted) for size in frame_bytes)
         return Standing.TRUSTED if connection.trusted else Standing.STRANGER
 
@@ -183,18 +183,21 @@ class Guard:
     def _connection(self, descriptor: int) -> Connection | None:
         """The connection of that number. Its first message may be here before the news that it was accepted."""
         connection = self._connections.get(descriptor)
-        if connection is None and descriptor not in self._cut_descriptors:
+        if connection is None:
             with _socket_at(descriptor) as handle:
                 if handle is not None and _came_to(self._address, handle):
                     return self._meet(descriptor, _cookie(handle))
         return connection
 
-    def _meet(self, descriptor: int, cookie: bytes) -> Connection:
+    def _meet(self, descriptor: int, cookie: bytes) -> Connection | None:
+        """The connection that is open there; None if it was cut."""
         with self._lock:
+            if self._cut_cookies.get(descriptor) == cookie:
+                return None
             connection = self._connections.get(descriptor)
             if connection is None or connection.cookie != cookie:
                 connection = self._connections[descriptor] = Connection(descriptor, cookie)
-                self._cut_descriptors.discard(descriptor)
+                self._cut_cookies.pop(descriptor, None)
         return connection
 
     # --- the thread ----------------------------------------------------------------------------------------------
@@ -267,7 +270,7 @@ class Guard:
             if self._connections.get(connection.descriptor) is not connection:
                 return
             del self._connections[connection.descriptor]
-            self._cut_descriptors.add(connection.descriptor)
+            self._cut_cookies[connection.descriptor] = connection.cookie
         self._dropped.append(reason)
         with _socket_of(connection) as handle:
             if handle is not None:

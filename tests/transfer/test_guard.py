@@ -194,10 +194,12 @@ def test_all_that_an_honest_peer_sends_is_accounted_for(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("numbers_cut", [0, 1000])
 def test_trust_given_before_the_news_of_a_connection_is_kept(
-    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, numbers_cut: int
 ) -> None:
-    """The guard's thread may learn of a connection after the owner has taken its first message."""
+    """The guard's thread may learn of a connection after the owner has taken its first message; and its number may
+    be that of one which was cut."""
     news, told = threading.Event(), threading.Event()
     take_events = Guard._take_events
 
@@ -209,6 +211,7 @@ def test_trust_given_before_the_news_of_a_connection_is_kept(
     monkeypatch.setattr(Guard, "_take_events", take_late)
     address = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
     router = Router(context, address, FrameCounts())
+    router._guard._cut_cookies.update(dict.fromkeys(range(numbers_cut), b"of another"))
     dealer = Dealer(context, router.address, "p#00000000/1", FrameCounts())
     dealer.send(Credit(1))
     while dealer.pending:
