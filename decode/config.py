@@ -22,7 +22,7 @@ from .preemption import PreemptionMode
 @dataclass(frozen=True)
 class DecodeConfig:
     """`itl_slo_s`: how long a step with a chunk of a prompt in it may take, as far as one block allows. None: nothing
-    was promised, and such steps take about `speed.ITL_BUDGET_S`."""
+    was promised, and such steps take about `speed.itl_budget_s`."""
 
     worker: WorkerConfig
     bulk_address: str

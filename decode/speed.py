@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from ..engine.rate import PromptRate
 from ..transfer.reports import Speed
 
-ITL_BUDGET_S = 0.1  # of a step with a chunk in it, where --itl-slo-ms says nothing
+ITL_BUDGET_STEPS = 2.0
+LEAST_ITL_BUDGET_S = 0.03
 EXPECTING_BLOCKS = 3
 MEMORY = 0.8  # weight of earlier measurements in a running mean
 LEAST_SHARE = 0.25  # a token costs at least this part of what those of its step cost on average
+
+
+def itl_budget_s(step_s: float) -> float:
+    """How long a step with a chunk may take where one without takes `step_s`, if nothing else was promised."""
+    return max(ITL_BUDGET_STEPS * step_s, LEAST_ITL_BUDGET_S)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,8 @@ class Speeds:
         return min(most, max(least, self._affordable_tokens(running)))
 
     def _affordable_tokens(self, running: int) -> int:
-        left_s = (self._limits.slo_s or ITL_BUDGET_S) - self.step_s(running)
+        step_s = self.step_s(running)
+        left_s = (self._limits.slo_s or itl_budget_s(step_s)) - step_s
         return int(min(left_s / self._cost_s, self._limits.most_tokens)) if self._cost_s else 0
 
     def _keeps_slo(self, running: int, chunk: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.decode.speed import ITL_BUDGET_S, ChunkLimits, Speeds
+from pdserve.decode.speed import LEAST_ITL_BUDGET_S, ChunkLimits, Speeds, itl_budget_s
 
 BLOCK, MOST = 16, 256
 STEP_S, SEQUENCE_S, TOKEN_S = 0.02, 0.001, 0.002
@@ -29,10 +29,16 @@ def again(speeds: Speeds, running: tuple[int, ...] = (1, 4), slower: float = 1.0
 
 
 def test_an_idle_worker_takes_all_it_may_and_a_busy_one_what_fits() -> None:
-    speeds = seen()
+    speeds = seen(running=(1, 4, 30))
     assert speeds.chunk_tokens(0) == MOST
-    assert took(4, speeds.chunk_tokens(4)) == pytest.approx(ITL_BUDGET_S, rel=0.05)
-    assert speeds.chunk_tokens(0, expecting=True) == pytest.approx(ITL_BUDGET_S / TOKEN_S, rel=0.05)
+    assert took(30, speeds.chunk_tokens(30)) == pytest.approx(itl_budget_s(took(30, 0)), rel=0.05)
+    fast = seen(slower=0.1)
+    assert fast.chunk_tokens(0, expecting=True) == pytest.approx(LEAST_ITL_BUDGET_S / (0.1 * TOKEN_S), rel=0.05)
+
+
+def test_beside_sequences_a_step_becomes_twice_as_long_at_most_unless_it_is_very_short() -> None:
+    assert itl_budget_s(0.1) == pytest.approx(0.2)
+    assert itl_budget_s(0.002) == LEAST_ITL_BUDGET_S
 
 
 def test_on_a_slow_worker_that_expects_company_steps_are_not_too_small_to_be_worth_it() -> None:
