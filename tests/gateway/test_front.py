@@ -212,7 +212,9 @@ async def test_openais_client_waits_as_it_is_told_and_gives_up_on_what_can_never
             assert refused_before >= 1
             with pytest.raises(openai.RateLimitError, match="limit 3000"):
                 await client.completions.create(model=MODEL, prompt=[1] * 70, max_tokens=600, n=5)
-            assert await site.metric('pdserve_rate_limited_total{limit="tokens"}') == refused_before + 1
+            # Told to wait until the least it may take is there, perhaps, and then that this is in vain: no third time.
+            refused = await site.metric('pdserve_rate_limited_total{limit="tokens"}') - refused_before
+            assert refused in (1, 2)
 
 
 async def test_without_limits_no_header_is_sent(sites: Sites) -> None:
