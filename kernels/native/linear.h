@@ -2,8 +2,11 @@
 #define PDSERVE_LINEAR_H
 
 #include "quantized.h"
+#include "vector.h"
 
 #include <stdint.h>
+
+#define PANEL 4 /* strips of LANES columns whose weights lie together, in all kinds but ROWS */
 
 /* What a weight [outs, k] is kept as. The first two kinds are multiplied as integers, see quantized.c, and the others as
  * the float32 numbers that they stand for, see strips.c. */
@@ -27,6 +30,23 @@ typedef struct {
     int64_t x_stride, residual_stride, y_stride, rows;
     const Activations *activations;
 } Linear;
+
+/* y at a row and a strip = sums (+ bias) (+ residual). */
+INLINE void finish_strip(const Linear *job, int64_t row, int64_t strip, vec sums) {
+    const int64_t col = strip * LANES, left = job->w->outs - col;
+    float *y = job->y + row * job->y_stride + col;
+    const float *bias = job->w->bias ? job->w->bias + col : 0;
+    const float *residual = job->residual ? job->residual + row * job->residual_stride + col : 0;
+    if (left >= LANES) {
+        if (bias) sums += load(bias);
+        if (residual) sums += load(residual);
+        store(y, sums);
+    } else {
+        if (bias) sums += load_part(bias, left);
+        if (residual) sums += load_part(residual, left);
+        store_part(y, sums, left);
+    }
+}
 
 /* How a product is cut into items for `pd_parallel`: by `rows` rows of x and `outs` columns of y. Item i is the part
  * at row (i / ranges) * rows and column (i % ranges) * outs. Bits do not depend on it. */

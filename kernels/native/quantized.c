@@ -23,7 +23,6 @@
 #define ZERO 128
 #define MOST_FLOAT 3.402823466e38f
 #define LEAST_RANGE 1e-36f /* a group that stays below it counts as zeros: 127 / range would overflow */
-#define PANEL 4            /* strips whose weights lie together */
 #define LINE_BYTES 64
 #define AHEAD_BYTES 4096   /* the only tile of a panel fetches so far ahead; each of several, the next panel's part */
 #define ITEM_ROWS 16       /* that are quantised as one item */
@@ -118,21 +117,9 @@ void quantize_rows(const Activations *to, const float *x, int64_t stride, int64_
 /* --- tiles ------------------------------------------------------------------------------------------------------- */
 
 INLINE void finish(const int bits, const Linear *job, int64_t row, int64_t strip, vec sums) {
-    const int64_t col = strip * LANES, left = job->w->outs - col;
-    if (left <= 0) return; /* fills a panel up */
-    if (bits == 8) sums *= load(job->w->scales + col);
-    float *y = job->y + row * job->y_stride + col;
-    const float *bias = job->w->bias, *residual = job->residual;
-    if (residual) residual += row * job->residual_stride + col;
-    if (left >= LANES) {
-        if (bias) sums += load(bias + col);
-        if (residual) sums += load(residual);
-        store(y, sums);
-    } else {
-        if (bias) sums += load_part(bias + col, left);
-        if (residual) sums += load_part(residual, left);
-        store_part(y, sums, left);
-    }
+    const int64_t col = strip * LANES;
+    if (col >= job->w->outs) return; /* fills a panel up */
+    finish_strip(job, row, strip, bits == 8 ? sums * load(job->w->scales + col) : sums);
 }
 
 /* The first row and strip of a tile, and which it is of the tiles of these strips, which take turns at fetching. */

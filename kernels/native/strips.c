@@ -25,7 +25,6 @@
 #define ROLLED _Pragma("GCC unroll 1")
 #define HALF_ROLLED _Pragma("GCC unroll 2")
 #define WORD 8 /* values along K in a word of nibbles */
-#define PANEL 4      /* as of integers */
 #define MOST_SUMS 24 /* in a tile, */
 #define MOST_STRIPS 8
 #define AHEAD_BYTES 49152 /* of what is multiplied, its memory is fetched */
@@ -113,27 +112,10 @@ INLINE void expand_last(const int kind, const uint8_t *group, float *to) {
     }
 }
 
-/* y at a row and a strip = sums (+ bias) (+ residual). */
-static void finish(const Linear *job, int64_t row, int64_t strip, vec sums) {
-    const int64_t col = strip * LANES, left = job->w->outs - col;
-    float *y = job->y + row * job->y_stride + col;
-    const float *bias = job->w->bias ? job->w->bias + col : 0;
-    const float *residual = job->residual ? job->residual + row * job->residual_stride + col : 0;
-    if (left >= LANES) {
-        if (bias) sums += load(bias);
-        if (residual) sums += load(residual);
-        store(y, sums);
-    } else {
-        if (bias) sums += load_part(bias, left);
-        if (residual) sums += load_part(residual, left);
-        store_part(y, sums, left);
-    }
-}
-
 static void __attribute__((noinline)) finish_tile(const Linear *job, int64_t row, int64_t rows, int64_t strip,
                                                   int strips, int sums_apart, const vec *sums) { /* [rows, sums_apart] */
     for (int64_t r = 0; r < rows; r++)
-        for (int s = 0; s < strips; s++) finish(job, row + r, strip + s, sums[r * sums_apart + s]);
+        for (int s = 0; s < strips; s++) finish_strip(job, row + r, strip + s, sums[r * sums_apart + s]);
 }
 
 /* --- few rows ---------------------------------------------------------------------------------------------------- */
