@@ -7,7 +7,9 @@ logged and everything runs on torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,6 +17,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("native")
 COMMON_FLAGS = (
-    "-std=gnu11", "-O3", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden",
+    "-std=gnu11", "-O3", "-pthread", "-fPIC", "-fvisibility=hidden",
     "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wno-psabi",
 )  # fmt: skip
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
@@ -37,6 +42,8 @@ LEVEL_FLAGS = {
 }
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 120.0
+COMPILERS_AT_ONCE = 4
+LOCK_LOOK_S = 0.1
 MAX_REASON_CHARS = 300
 
 _Type = type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float]
@@ -107,9 +114,8 @@ def cache_directory() -> Path:
 
 
 def _build(level: str) -> Path:
-    """The compiled file. Processes that start together may each compile; the last rename wins, and all are equal."""
+    """The compiled file. Of processes that start together one compiles, and the others wait for it."""
     flags = (*COMMON_FLAGS, *LEVEL_FLAGS[level])
-    sources = sorted(SOURCES.glob("*.c"))
     digest = hashlib.sha256(f"{platform.machine()} {flags}".encode())
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(f"{source.name}\n".encode() + source.read_bytes())
@@ -118,16 +124,42 @@ def _build(level: str) -> Path:
     try:
         if not path.exists():
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory) as partial:
-                made = Path(partial) / path.name
-                _compile((*flags, "-o", str(made), *map(str, sources), "-lm"))
-                made.rename(path)
+            with _lock(directory):
+                if not path.exists():
+                    _make(path, flags)
         status = path.stat()
     except OSError as error:
         raise NativeUnavailable(f"{directory}: {error.strerror}") from error
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
         raise NativeUnavailable(f"{path} belongs to, or can be written by, somebody else")
     return path
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Only one process at a time; one that has waited for longer than a compiler may take goes on by itself."""
+    with open(directory / "lock", "ab") as file:
+        deadline = time.monotonic() + COMPILE_LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_LOOK_S)
+        yield
+
+
+def _make(path: Path, flags: tuple[str, ...]) -> None:
+    """Compile the sources, each by itself and a few at a time. What appears at `path` is whole."""
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as partial:
+        sources = sorted(SOURCES.glob("*.c"), key=lambda source: -source.stat().st_size)
+        objects = [str(Path(partial) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor(min(COMPILERS_AT_ONCE, os.cpu_count() or 1)) as pool:
+            steps = zip(sources, objects, strict=True)
+            list(pool.map(lambda step: _compile((*flags, "-c", "-o", step[1], str(step[0]))), steps))
+        made = Path(partial) / path.name
+        _compile((*flags, "-shared", "-o", str(made), *objects, "-lm"))
+        made.rename(path)
 
 
 def _compile(arguments: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,35 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     native.cache_clear()
 
 
+def compiled(cache: Path) -> list[str]:
+    return [path.name for path in cache.glob("*.so")]
+
+
 @needs_compiler
 def test_it_is_compiled_once_and_then_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_library(level())
-    (made,) = empty_cache.iterdir()
-    assert made.name.startswith(f"kernels-{level().lower()}-")
+    (made,) = compiled(empty_cache)
+    assert made.startswith(f"kernels-{level().lower()}-")
     monkeypatch.setenv("PATH", "")  # no compiler any more
     open_library(level())
-    assert [path.name for path in empty_cache.iterdir()] == [made.name]
+    assert compiled(empty_cache) == [made]
+
+
+@needs_compiler
+def test_those_who_start_together_compile_once(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = tmp_path / "bin" / "cc"
+    counting.parent.mkdir()
+    counting.write_text(f'#!/bin/sh\necho once >> {tmp_path}/calls\nPATH={os.environ["PATH"]} exec cc "$@"\n')
+    counting.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{counting.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(library, "COMMON_FLAGS", tuple(f.replace("-O3", "-O0") for f in library.COMMON_FLAGS))
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(open_library, ["DEFAULT"] * 3))
+    num_sources = len(list(library.SOURCES.glob("*.c")))
+    assert len((tmp_path / "calls").read_text().split()) == num_sources + 1  # and they are linked
+    assert len(compiled(empty_cache)) == 1
 
 
 @needs_compiler
@@ -49,7 +71,7 @@ def test_other_sources_or_flags_are_another_file(
     with (copy / "vector.h").open("a") as file:
         file.write("/* changed */\n")
     open_library("DEFAULT")
-    assert len(list(empty_cache.iterdir())) == 2
+    assert len(compiled(empty_cache)) == 2
 
 
 def test_without_a_compiler_one_line_says_so_and_torch_does_the_work(
@@ -73,7 +95,7 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(
     monkeypatch.setenv("PATH", str(broken.parent))
     with pytest.raises(NativeUnavailable, match="cc failed: no space for objects"):
         open_library("DEFAULT")
-    assert list(empty_cache.iterdir()) == []
+    assert compiled(empty_cache) == []
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
@@ -87,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
 @needs_compiler
 def test_a_file_that_others_could_have_written_is_not_loaded(empty_cache: Path) -> None:
     open_library("DEFAULT")
-    (made,) = empty_cache.iterdir()
+    (made,) = empty_cache.glob("*.so")
     os.chmod(made, 0o777)
     with pytest.raises(NativeUnavailable, match="somebody else"):
         open_library("DEFAULT")

@@ -19,6 +19,7 @@ from tests.system.harness import eventually
 from tests.system.tiny_model import random_prompt
 
 TARGET_TIMEOUT_S = 6.0  # to find a process that holds requests
+SETTLE_S = 0.1  # for the gateway to read what a process sent before it froze
 STRIKE_TIMEOUT_S = 6.0  # for a frame that fits to pass
 BACK_TIMEOUT_S = 40.0
 MANY = 1_000_000
@@ -135,13 +136,17 @@ class Attack:
                 return None
             self._busy.add(name)
         self.fleet.freeze(name)
-        inflight = self._open_requests() if name == "gateway" else self.fleet.inflight().get(name, 0)
-        if inflight:
-            return name, inflight
+        if self._held_by(name):
+            time.sleep(SETTLE_S)  # what it had sent before it froze may yet end some of them
+            if inflight := self._held_by(name):
+                return name, inflight
         self.fleet.thaw(name)
         with self._busy_lock:
             self._busy.discard(name)
         return None
+
+    def _held_by(self, name: str) -> int:
+        return self._open_requests() if name == "gateway" else self.fleet.inflight().get(name, 0)
 
     def _begin(self, kind: str, process: str, inflight: int, detail: str = "") -> Fault:
         fault = Fault(kind, process, inflight, time.monotonic(), detail=detail)
