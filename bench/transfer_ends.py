@@ -31,6 +31,7 @@ import zmq
 from ..decode.intake import Intake, worker_of
 from ..engine.kv_cache import KVCache
 from ..transfer.channel import FrameCounts
+from ..transfer.io_threads import hasten_io_threads
 from ..transfer.layout import KVLayout, LayerShape
 from ..transfer.messages import Abort, Handoff, Peer, Slab
 from ..transfer.receiver import Receiver
@@ -139,6 +140,7 @@ def receive(pipe: Connection, job: Job, directory: str, core: int) -> None:
     suffixes = ("", "") if job.link == "zmq tcp" else (".bulk", ".ctl")
     mode: Literal["shm", "zmq"] = "shm" if job.link == "shm" else "zmq"
     intake = Intake(context, base + suffixes[0], base + suffixes[1], job.layout, counts, mode=mode)
+    hasten_io_threads()
     receiver = Receiver(job.layout)
     poller = zmq.Poller()
     for socket in intake.sockets:
@@ -199,6 +201,7 @@ class Sender:
         peer = Peer(RECEIVER, "here", bulk, control, offered)
         options = LinkOptions("shm" if job.link == "shm" else "zmq", "here", ring_bytes=DEFAULT_RING_BYTES)
         self._link = PeerLink(self._context, peer, SENDER, 1, job.layout, FrameCounts(), options)
+        hasten_io_threads()
         self._expected: deque[str] = deque()  # prompts that the receiver waits for
         self._under_way: dict[str, float] = {}  # prompt → when its last slab was shipped
         self._numbers = itertools.count()

@@ -21,6 +21,7 @@ from ..engine.registration import registration
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
+from ..transfer.io_threads import hasten_io_threads
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Abort,
@@ -124,6 +125,7 @@ class DecodeWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
+        hasten_io_threads()
         self._stepper.warm_up()
         self._ready = True
         try:

@@ -25,6 +25,7 @@ from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import StepCancelled
+from ..transfer.io_threads import hasten_io_threads
 from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
 from ..transfer.messages import (
     Busy,
@@ -106,6 +107,7 @@ class PrefillWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
+        hasten_io_threads()
         self._engine.warm_up(self._runner)
         self._ready = True
         try:
