@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels import cache_ops, cache_ops_cuda
 from ..kernels.kv_int8 import Scales
+from ..kernels.pages import Pages
 from ..kernels.slabs import LONG_BYTES, IntArray, PagedPlanes, checksum, paged_planes, zeros
 from ..transfer.device import DeviceSpan
 from ..transfer.errors import ConfigError
@@ -27,8 +28,8 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, pages: Pages) -> Tensor:
+    return zeros(size, dtype, pages) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
 
 
 class KVCache:
@@ -47,17 +48,18 @@ class KVCache:
         self.device = torch.device(device)
         self._device_slots: OrderedDict[tuple[int, int, int, bytes], Tensor] = OrderedDict()
         dtype = torch.int8 if layout.dtype == "int8" else TORCH_DTYPES[layout.dtype]
+        pages = Pages()
         self.keys: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, k_head_dim]
         self.values: list[Tensor] = []  # per layer [num_blocks + 1, block_size, kv_heads, v_head_dim]
         for shape in layout.layers:
             for caches, head_dim in ((self.keys, shape.k_head_dim), (self.values, shape.v_head_dim)):
                 size = (num_blocks + 1, block_size, shape.kv_heads, head_dim)
-                caches.append(_zeros(size, dtype, self.device))
+                caches.append(_zeros(size, dtype, self.device, pages))
         self.scales: list[Scales | None] = [None] * layout.num_layers  # per layer
         if layout.dtype == "int8":
             for layer, shape in enumerate(layout.layers):
                 plane = (num_blocks + 1, block_size, shape.kv_heads)
-                k_scales, v_scales = (_zeros(plane, torch.float32, self.device) for _ in range(2))
+                k_scales, v_scales = (_zeros(plane, torch.float32, self.device, pages) for _ in range(2))
                 self.scales[layer] = k_scales, v_scales
         self._table: tuple[list[int], IntArray] = [], np.empty(0, np.int64)  # the last that slabs went in or out by
 

@@ -15,10 +15,10 @@ import xxhash
 from torch import Tensor
 
 from .library import native
+from .pages import Pages
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 LONG_BYTES = 240  # of xxh3.h: shorter slabs are not for the kernels
-ALIGNMENT_BYTES = 64  # of planes that are stored to fastest
 
 
 class _CPlane(ctypes.Structure):
@@ -103,10 +103,7 @@ def paged_planes(layers: Sequence[Sequence[Tensor]]) -> PagedPlanes | None:
     return None if library is None else PagedPlanes(library, layers)
 
 
-def zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A plane on the processor, in pages that take no memory before they are written (torch would write them all now),
-    from a whole cache line on."""
-    num_bytes = int(np.prod(size)) * dtype.itemsize
-    memory = np.zeros(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
-    skipped = -memory.ctypes.data % ALIGNMENT_BYTES
-    return torch.from_numpy(memory[skipped : skipped + num_bytes]).view(dtype).view(size)
+def zeros(size: tuple[int, ...], dtype: torch.dtype, pages: Pages) -> Tensor:
+    """A plane on the processor, next to those before in `pages`: it takes no memory before it is written (torch would
+    write all of it now), and begins with a cache line, as planes must that are stored to fastest."""
+    return pages.zeros(int(np.prod(size)) * dtype.itemsize).view(dtype).view(size)

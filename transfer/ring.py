@@ -17,6 +17,8 @@ import mmap
 import os
 import secrets
 import stat
+from bisect import bisect_left, insort
+from collections import deque
 
 from .errors import RingUnavailable
 from .offers import RingOffer
@@ -37,30 +39,39 @@ def whole_units(size_bytes: int) -> int:
 
 
 class RingSpace:
-    """Which positions of a ring are in use: the writer's account."""
+    """Which places of a ring are in use: the writer's account.
+
+    A piece goes to the first place that is free, so what is written is, as a rule, what was read a moment ago and is
+    still in a cache.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.head = 0  # the next position to write
-        self._tail = 0  # everything before it may be written over
+        self.head = 0  # behind the last position that was given out
+        self._ends: deque[int] = deque()  # the position behind each, the oldest first
+        self._in_use: list[tuple[int, int]] = []  # (place, the place behind it) of each, by place
 
     def allocate(self, num_bytes: int) -> int | None:
         """The next position with that much memory in one piece; None while there is no room."""
-        start = self.head % self.size_bytes
-        position = self.head if start + num_bytes <= self.size_bytes else self.head + self.size_bytes - start
-        end = position + num_bytes
-        tail = position if self._tail == self.head else self._tail  # what is skipped of an empty ring is free
-        if num_bytes > self.size_bytes or end - tail > self.size_bytes:
+        place = 0
+        for start, end in self._in_use:
+            if place + num_bytes <= start:
+                break
+            place = end
+        if place + num_bytes > self.size_bytes:
             return None
-        self._tail = tail
-        self.head = _aligned(end)
+        position = self.head + (place - self.head) % self.size_bytes
+        self.head = position + _aligned(num_bytes)
+        self._ends.append(self.head)
+        insort(self._in_use, (place, place + _aligned(num_bytes)))
         return position
 
     def free_up_to(self, position: int) -> None:
         """The reader is done with everything before `position`; a position never written to is not believed."""
         position = _aligned(position)
-        if position <= self.head:
-            self._tail = max(self._tail, position)
+        while position <= self.head and self._ends and self._ends[0] <= position:
+            last = (self._ends.popleft() - 1) % self.size_bytes  # the byte
+            del self._in_use[bisect_left(self._in_use, (last + 1, 0)) - 1]
 
 
 class RingWriter:

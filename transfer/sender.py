@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import zmq
@@ -96,9 +98,12 @@ class PeerLink:
         self.bytes_sent = 0
         self._worker = worker
         self._layout = layout
+        per_layer = (layout.layer_bytes_per_token(layer) for layer in range(layout.num_layers))
+        self._bytes_before = list(accumulate(per_layer, initial=0))  # of a token, in the layers before each
         self._window_bytes = 0
         self._bytes_consumed = 0
         self._due_at = 0.0
+        self._heard: deque[Gone | PeerHeartbeat] = deque()  # what is for the worker
         self._ring: RingWriter | DeviceRingWriter | None = None
         identity = f"{worker}/{connection}"
         self._bulk = Dealer(context, peer.bulk_address, identity, counts, options.curve, bulk=True)
@@ -155,6 +160,9 @@ class PeerLink:
         """Nothing is under way to this peer: what it has not acknowledged was lost, and shall not fill the window."""
         self._bytes_consumed = self.bytes_sent
 
+    def bytes_per_token(self, layers: range) -> int:
+        return self._bytes_before[layers.stop] - self._bytes_before[layers.start]
+
     @property
     def slab_bytes(self) -> int:
         """From this size on a slab should leave. From a device each layer does at once, for nobody waits for it."""
@@ -172,6 +180,7 @@ class PeerLink:
 
     def room_in_ring(self, num_bytes: int) -> tuple[RingSpan, memoryview | DeviceSpan] | None:
         """Memory of the ring for one slab; None without a ring, or while it has no room."""
+        self._take_in()  # what the peer has just read is the best place: it is still in a cache
         if self._ring is None or (room := self._ring.allocate(num_bytes)) is None:
             return None
         place, memory = room
@@ -193,6 +202,11 @@ class PeerLink:
 
     def poll(self) -> Iterator[Message]:
         """Take in credits and the answer to the hello; yields Gone and PeerHeartbeat for the worker."""
+        self._take_in()
+        while self._heard:
+            yield self._heard.popleft()
+
+    def _take_in(self) -> None:
         for received in self._control.receive():
             self.heard_at = time.monotonic()
             match received.message:
@@ -206,7 +220,7 @@ class PeerLink:
                     if self._ring is not None:
                         self._ring.free_up_to(position)
                 case Gone() | PeerHeartbeat() as message:
-                    yield message
+                    self._heard.append(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
         if welcome.link == "cuda_ipc":
@@ -284,7 +298,7 @@ class Outgoing:
         if up_to <= first:
             return
         layers, count = range(self.next_layer, layer + 1), up_to - first
-        num_bytes = count * self.layout.bytes_per_token_of(layers)
+        num_bytes = count * self.link.bytes_per_token(layers)
         if num_bytes < self.link.slab_bytes and not last:
             return
         self._send(store, layers, blocks, first, count, num_bytes)

@@ -42,13 +42,14 @@ INLINE void store_past(uint8_t *to, words value) {
 #endif
 }
 
-/* Sum so many stripes from `from` on, in their turn, and copy them. `next`, if any, will be read soon. */
+/* Sum so many stripes from `from` on, in their turn, and copy them. `next`, if any, will be read soon: it is fetched
+ * into the second cache, since the first has room for far fewer lines that are on their way. */
 INLINE void take(Summing *s, const uint8_t *from, int64_t stripes, uint8_t *to, const uint8_t *next, int past) {
     Sums sums = s->sums;
     int64_t at = s->stripe % STRIPES_IN_BLOCK;
     s->stripe += stripes;
     for (int64_t i = 0; i < stripes; i++, from += STRIPE_BYTES) {
-        if (next) __builtin_prefetch(next + i * STRIPE_BYTES);
+        if (next) __builtin_prefetch(next + i * STRIPE_BYTES, 0, 2);
         for (int v = 0; v < VECTORS; v++) {
             const words data = load_words(from + v * VECTOR_BYTES);
             if (to && past) store_past(to + v * VECTOR_BYTES, data);
@@ -89,6 +90,12 @@ INLINE void move_run(Summing *s, uint8_t *run, int64_t at, int64_t bytes, const 
     if (how == SCATTER) memcpy(run + done, slab + done, (size_t)(bytes - done));
 }
 
+/* Where the KV of a token lies in a plane, and of those behind it in its block. */
+INLINE uint8_t *run_of(const Range *range, int64_t plane, int64_t token) {
+    const int64_t slot = range->table[token / range->block_size] * range->block_size + token % range->block_size;
+    return range->planes[plane].cache + slot * range->planes[plane].token_bytes;
+}
+
 INLINE uint64_t move(const Range *range, uint8_t *slab, int how) {
     int64_t at = 0, bytes = 0;
     for (int64_t p = 0; p < range->num_planes; p++) bytes += range->tokens * range->planes[p].token_bytes;
@@ -99,8 +106,10 @@ INLINE uint64_t move(const Range *range, uint8_t *slab, int how) {
         for (int64_t token = range->first_token, count; token < end; token += count) {
             const int64_t inside = token % size, last = token + size - inside >= end;
             count = last ? end - token : size - inside;
-            uint8_t *run = plane.cache + (range->table[token / size] * size + inside) * plane.token_bytes;
-            const uint8_t *next = last ? 0 : plane.cache + range->table[token / size + 1] * size * plane.token_bytes;
+            uint8_t *run = run_of(range, p, token);
+            const uint8_t *next = 0;
+            if (!last) next = run_of(range, p, token + count);
+            else if (p + 1 < range->num_planes) next = run_of(range, p + 1, range->first_token);
             move_run(&s, run, at, count * plane.token_bytes, next, how);
             at += count * plane.token_bytes;
         }

@@ -17,7 +17,7 @@ from pdserve.engine.kv_cache import KVCache
 from pdserve.transfer.channel import STRANGER_FRAME_BYTES, FrameCounts
 from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.links import LinkMode
-from pdserve.transfer.messages import Abort, Handoff, Peer, Slab
+from pdserve.transfer.messages import Abort, Gone, Handoff, Peer, Slab
 from pdserve.transfer.offers import MAX_POSITION, RingSpan
 from pdserve.transfer.receiver import Receiver
 from pdserve.transfer.sender import FRAME_BYTES, LinkOptions, LinkState, Outgoing, PeerLink
@@ -173,6 +173,24 @@ def test_what_decode_holds_already_is_not_sent(tmp_path: Path) -> None:
         for layer in range(NUM_LAYERS):
             outgoing.ship(random_cache(1), layer, TABLE, 60)
         assert both.link.bytes_sent == 10 * LAYOUT.bytes_per_token
+
+
+def test_a_slab_goes_where_decode_has_just_read_and_what_else_it_said_is_not_lost(tmp_path: Path) -> None:
+    """In the middle of a step nobody polls the link."""
+    with pair(tmp_path, "shm", 1 << 20) as both:
+        before = both.link.room_in_ring(LAYER_BYTES)
+        assert before is not None
+        both.link.send_slab(Slab("r", 1, 9, 0, 0, 1, 0, before[0]), before[1])
+        both.until(lambda: bool([*both.intake.poll_bulk(1 << 30)]), "it is here")
+        both.intake.send_credits()
+        assert both.link.sockets[1].poll(10_000), "the credit is here"
+        after = both.link.room_in_ring(LAYER_BYTES)
+        assert after is not None
+        assert before[0].position % (1 << 20) == after[0].position % (1 << 20) == 0
+        both.intake.tell_gone(f"{PREFILL}/1", "r", 1)
+        assert both.link.sockets[1].poll(10_000), "it is here"
+        assert both.link.room_in_ring(1) is not None
+        assert [*both.link.poll()] == [Gone("r", 1)]
 
 
 def test_positions_past_all_reason_do_not_end_the_receiver(tmp_path: Path) -> None:

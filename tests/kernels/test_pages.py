@@ -1,4 +1,4 @@
-"""Memory for weights: nothing overlaps, everything begins with a cache line, and neighbours lie side by side."""
+"""Memory for weights and KV: nothing overlaps, everything begins with a cache line, and neighbours lie side by side."""
 
 from __future__ import annotations
 

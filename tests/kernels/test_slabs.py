@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.kernels import cache_ops
-from pdserve.kernels.slabs import ALIGNMENT_BYTES, LONG_BYTES, PagedPlanes, checksum, paged_planes, zeros
+from pdserve.kernels.pages import LINE_BYTES, PAGE_BYTES, Pages
+from pdserve.kernels.slabs import LONG_BYTES, PagedPlanes, checksum, paged_planes, zeros
 
 GUARD_BYTES = 64
 NUM_BLOCKS = 40
@@ -22,7 +23,8 @@ NUM_BLOCKS = 40
 def random_planes(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
     """One [NUM_BLOCKS, block_size, heads, dim] for each (heads, dim)."""
     generator = torch.Generator().manual_seed(seed)
-    made = [zeros((NUM_BLOCKS, block_size, *shape), dtype) for shape in shapes]
+    pages = Pages()
+    made = [zeros((NUM_BLOCKS, block_size, *shape), dtype, pages) for shape in shapes]
     for plane in made:
         plane.view(torch.uint8).random_(0, 256, generator=generator)
     return made
@@ -37,7 +39,7 @@ def definition(planes: list[Tensor], table: list[int], first_token: int, num_tok
 
 def room(num_bytes: int, shift: int = 0) -> memoryview:
     """A slab's memory in the middle of a buffer, `shift` bytes behind a whole cache line."""
-    whole = zeros((num_bytes + 2 * GUARD_BYTES + shift,), torch.uint8).numpy()
+    whole = zeros((num_bytes + 2 * GUARD_BYTES + shift,), torch.uint8, Pages()).numpy()
     whole[:] = 0xA5
     return whole.data[GUARD_BYTES + shift : GUARD_BYTES + shift + num_bytes]
 
@@ -94,7 +96,7 @@ def test_the_checksum_is_xxh3_of_any_length(library: ctypes.CDLL, num_bytes: int
     planes = random_planes([(1, 1)], 400, torch.uint8, num_bytes)
     slab = room(num_bytes)
     table = np.arange(NUM_BLOCKS)
-    for plane in (planes[0][:, :16].contiguous(), zeros((65_536, 1, 1, 1), torch.uint8)):
+    for plane in (planes[0][:, :16].contiguous(), zeros((65_536, 1, 1, 1), torch.uint8, Pages())):
         layer = PagedPlanes(library, [[plane]])
         if num_bytes > plane.numel():
             continue
@@ -119,8 +121,18 @@ def test_layers_follow_each_other_as_torch_has_them() -> None:
 
 
 def test_planes_begin_with_a_cache_line_and_are_zero() -> None:
+    pages = Pages()
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        plane = zeros((3, 5, 2, 7), dtype)
-        assert plane.data_ptr() % ALIGNMENT_BYTES == 0
+        plane = zeros((3, 5, 2, 7), dtype, pages)
+        assert plane.data_ptr() % LINE_BYTES == 0
         assert plane.shape == (3, 5, 2, 7)
         assert not plane.any()
+
+
+def test_small_planes_share_large_pages() -> None:
+    pages = Pages()
+    planes = [zeros((8, 16, 2, 4), torch.float32, pages) for _ in range(9)]
+    assert len({plane.data_ptr() // PAGE_BYTES for plane in planes}) == 1
+    for i, plane in enumerate(planes):
+        plane.fill_(i)
+    assert all((plane == i).all() for i, plane in enumerate(planes)), "they overlap"

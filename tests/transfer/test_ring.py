@@ -63,6 +63,31 @@ def test_nothing_is_written_over_before_it_was_acknowledged(sizes: list[int], se
         writer.close()
 
 
+def test_what_was_read_last_is_written_again_first(writer: RingWriter) -> None:
+    """So the memory in use stays in a cache, and is no more than what is under way."""
+    positions = [put(writer, b"x" * 1000)]
+    for _ in range(500):
+        positions.append(put(writer, b"y" * 1000))
+        writer.free_up_to(positions[-2] + 1000)
+    assert {position % SIZE for position in positions} == {0, 1024}
+    assert positions == sorted(set(positions)), "positions only ever grow"
+
+
+def test_a_piece_is_free_when_all_of_it_was_acknowledged(writer: RingWriter) -> None:
+    put(writer, b"x" * SIZE)
+    writer.free_up_to(SIZE - 64)
+    assert writer.allocate(1) is None
+    writer.free_up_to(SIZE)
+    assert writer.allocate(1) is not None
+
+
+def test_a_gap_is_used_by_what_fits_into_it(writer: RingWriter) -> None:
+    first, second = put(writer, b"a" * 4096), put(writer, b"b" * 4096)
+    writer.free_up_to(first + 4096)
+    large, small = put(writer, b"c" * 8192), put(writer, b"d" * 4096)
+    assert [position % SIZE for position in (second, large, small)] == [4096, 8192, 0]
+
+
 def test_what_does_not_fit_at_all_has_no_room(writer: RingWriter) -> None:
     assert writer.allocate(SIZE + 1) is None
     assert writer.allocate(SIZE) is not None
