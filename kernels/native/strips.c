@@ -24,7 +24,8 @@
 #define UNROLLED _Pragma("GCC unroll 32")
 #define ROLLED _Pragma("GCC unroll 1")
 #define HALF_ROLLED _Pragma("GCC unroll 2")
-#define WORD 8 /* values along K in a word of nibbles */
+#define WORD 8 /* values along K in a word of nibbles; */
+#define MOST_IN_PLACE 4 /* so many are made floats where they stand, before the word has to be shifted */
 #define MOST_SUMS 24 /* in a tile, */
 #define MOST_STRIPS 8
 #define AHEAD_BYTES 49152 /* of what is multiplied, its memory is fetched */
@@ -59,13 +60,17 @@ INLINE const uint8_t *strip_at(const int kind, const Projection *w, int64_t stri
 
 /* What is the same for all values of a strip's group. */
 typedef struct {
-    vec scale, min;
+    vec scales[MOST_IN_PLACE]; /* a sixteenth for every place that a nibble stands higher */
+    vec min;
 } Terms;
 
-INLINE Terms terms_at(const int kind, const uint8_t *group) {
-    Terms terms = {{0}, {0}};
-    if (kind == BYTES || kind == NIBBLES) terms.scale = load_halves(group);
-    if (kind == NIBBLES) terms.min = load_halves(group + 2 * LANES);
+INLINE Terms terms_at(const int kind, const int in_place, const uint8_t *group) {
+    Terms terms = {{{0}}, {0}};
+    if (kind == BYTES || kind == NIBBLES) terms.scales[0] = load_halves(group);
+    if (kind == NIBBLES) {
+        terms.min = load_halves(group + 2 * LANES);
+        for (int i = 1; i < in_place; i++) terms.scales[i] = terms.scales[i - 1] * 0.0625f;
+    }
     return terms;
 }
 
@@ -73,26 +78,29 @@ INLINE ivec word_at(const int kind, const uint8_t *group, int64_t at) {
     return kind == NIBBLES ? bytes_at(group + 4 * LANES + at / WORD * 4 * LANES) : (ivec){0};
 }
 
-/* The LANES numbers at a place of a group; of NIBBLES, those lowest in the word, which moves on to the next. */
-INLINE vec floats_at(const int kind, const uint8_t *group, Terms terms, int64_t at, ivec *word) {
+/* The LANES numbers at a place along K of a group; of NIBBLES, those at a place in the word, which moves on after each
+ * `in_place` of them: shifts are done where products are. */
+INLINE vec floats_at(const int kind, const int in_place, const uint8_t *group, const Terms *terms, int64_t at,
+                     const int place, ivec *word) {
     switch (kind) {
     case HALVES: return load_halves(group + at * 2 * LANES);
     case BFLOATS: return load_upper_halves(group + at * 2 * LANES);
-    case BYTES: return load_bytes((const int8_t *)group + 2 * LANES + at * LANES) * terms.scale;
+    case BYTES: return load_bytes((const int8_t *)group + 2 * LANES + at * LANES) * terms->scales[0];
     case NIBBLES: {
-        const vec values = low_nibbles(*word) * terms.scale + terms.min;
-        *word = *word >> 4;
-        return values;
+        const vec value = in_place == 1 ? low_nibbles(*word) : __builtin_convertvector(*word & 15 << 4 * place, vec);
+        if (place + 1 == in_place) *word = *word >> 4 * in_place;
+        return value * terms->scales[place] + terms->min;
     }
     default: return load((const float *)group + at * LANES);
     }
 }
 
 INLINE void expand(const int kind, const uint8_t *group, float *to) { /* [GROUP, LANES] */
-    const Terms terms = terms_at(kind, group);
+    const Terms terms = terms_at(kind, 1, group);
     ROLLED for (int64_t at = 0; at < GROUP;) {
         ivec word = word_at(kind, group, at);
-        UNROLLED for (int i = 0; i < WORD; i++, at++) store(to + at * LANES, floats_at(kind, group, terms, at, &word));
+        UNROLLED for (int i = 0; i < WORD; i++, at++)
+            store(to + at * LANES, floats_at(kind, 1, group, &terms, at, 0, &word));
     }
 }
 
@@ -125,6 +133,7 @@ INLINE void direct(const int kind, const int rows, const int strips, const Linea
     const int64_t k = job->w->k, stride = job->x_stride, panel = panel_bytes(kind, job->w);
     const float *x = job->x + row * stride;
     const uint8_t *group = strip_at(kind, job->w, strip);
+    const int in_place = LANES < 16 || strips > 2 ? 1 : rows > 6 ? 2 : MOST_IN_PLACE; /* registers suffice for it */
 #define OF_STRIP(s) (group + (s) / PANEL * panel + (s) % PANEL * group_bytes(kind))
     vec sums[MOST_SUMS];
     UNROLLED for (int i = 0; i < rows * strips; i++) sums[i] = (vec){0};
@@ -132,18 +141,19 @@ INLINE void direct(const int kind, const int rows, const int strips, const Linea
     for (; left >= GROUP; left -= GROUP, group += PANEL * group_bytes(kind), x += GROUP) {
         Terms terms[MOST_STRIPS];
         UNROLLED for (int s = 0; s < strips; s++) {
-            terms[s] = terms_at(kind, OF_STRIP(s));
+            terms[s] = terms_at(kind, in_place, OF_STRIP(s));
             ROLLED for (int64_t line = 0; line < group_bytes(kind); line += 64)
                 __builtin_prefetch(OF_STRIP(s) + AHEAD_BYTES + line, 0, 3);
         }
         ROLLED for (int64_t at = 0; at < GROUP;) {
             ivec words[MOST_STRIPS];
             UNROLLED for (int s = 0; s < strips; s++) words[s] = word_at(kind, OF_STRIP(s), at);
-            HALF_ROLLED for (int i = 0; i < WORD; i++, at++)
-                UNROLLED for (int s = 0; s < strips; s++) {
-                    const vec w = floats_at(kind, OF_STRIP(s), terms[s], at, words + s);
-                    UNROLLED for (int r = 0; r < rows; r++) sums[r * strips + s] += splat(x[r * stride + at]) * w;
-                }
+            HALF_ROLLED for (int i = 0; i < WORD; i += in_place)
+                UNROLLED for (int place = 0; place < in_place; place++, at++)
+                    UNROLLED for (int s = 0; s < strips; s++) {
+                        const vec w = floats_at(kind, in_place, OF_STRIP(s), terms + s, at, place, words + s);
+                        UNROLLED for (int r = 0; r < rows; r++) sums[r * strips + s] += splat(x[r * stride + at]) * w;
+                    }
         }
     }
     if (left > 0)
