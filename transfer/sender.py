@@ -49,7 +49,7 @@ from .slab import KVStore
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 4 * 1024 * 1024  # in a ring: every slab wakes decode, whose core may be lent to this very worker
+SLAB_BYTES = 8 * 1024 * 1024  # in a ring: every slab wakes decode, whose core may be lent to this very worker
 FRAME_BYTES = 1024 * 1024  # as a frame, which passes through the kernel while the next is made
 RING_SHARE = 8  # a slab is made no larger than one part in so many of its ring
 HELLO_EVERY_S = 1.0
