@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -43,7 +43,6 @@ LEVEL_FLAGS = {
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 120.0
 COMPILERS_AT_ONCE = 4
-LOCK_LOOK_S = 0.1
 MAX_REASON_CHARS = 300
 
 _Type = type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float]
@@ -139,13 +138,9 @@ def _build(level: str) -> Path:
 def _lock(directory: Path) -> Iterator[None]:
     """Only one process at a time; one that has waited for longer than a compiler may take goes on by itself."""
     with open(directory / "lock", "ab") as file:
-        deadline = time.monotonic() + COMPILE_LIMIT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(LOCK_LOOK_S)
+        locking = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX), daemon=True)
+        locking.start()
+        locking.join(COMPILE_LIMIT_S)
         yield
 
 
