@@ -21,8 +21,9 @@ from .preemption import PreemptionMode
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`itl_slo_s`: how long a step with a chunk of a prompt in it may take, as far as one block allows. None: nothing
-    was promised, and such steps take about `speed.itl_budget_s`."""
+    """`itl_slo_s`: how long a step with a chunk of a prompt in it may take, as far as one block allows; and streams may
+    wait for a token, on average, before a busy prefill worker's core is asked for. None: nothing was promised, such
+    steps take about `speed.itl_budget_s`, and nobody is asked."""
 
     worker: WorkerConfig
     bulk_address: str
@@ -75,7 +76,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[DecodeConfig, argparse.Namespa
     )  # fmt: skip
     parser.add_argument(
         "--itl-slo-ms", type=float,
-        help="compute prompts beside streams, in parts that keep a step within this (default: leave them to prefill)",
+        help="compute prompts beside streams, in parts that keep a step within this, and ask prefill workers for their "
+        "cores while a token takes longer (default: leave prompts and cores to them)",
     )  # fmt: skip
     parser.add_argument("--transfer-deadline-s", type=float, default=DecodeConfig.transfer_deadline_s)
     parser.add_argument(

@@ -23,6 +23,9 @@ class DecodeMetrics(WorkerMetrics):
         self.local_prefill = Counter(
             "pdserve_local_prefill", "Prompts computed by a decode worker", ["reason"], registry=registry
         )
+        self.steps_asking = Counter(
+            "pdserve_steps_asking", "Steps that asked for the core of a busy prefill worker", registry=registry
+        )
         for mode in ("swap", "move", "recompute"):
             self.preemptions.labels(mode)  # present, as 0, before the first one
         for link in ("cuda_ipc", "shm", "zmq"):

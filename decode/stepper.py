@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..engine.cores import Cores, no_cores
 from ..engine.grammar import Grammars, Row
 from ..engine.graphs import DecodeGraphs
 from ..engine.logprobs import prompt_targets, sampled_logprobs, score_prompts
@@ -20,6 +21,7 @@ from .preemption import SwapSpace
 from .scheduler import Plan
 from .sequence import Sequence, State, Work
 from .speed import Speeds
+from .wishes import Wishes
 
 Scores = list[TokenLogprobs] | None  # of a prompt's own tokens; None when they are not finite
 
@@ -35,9 +37,10 @@ class Stepper:
         between_layers: Callable[[], None],
         grammars: Grammars,
         speeds: Speeds,
-        helped_s: Callable[[], float] = lambda: 0.0,
+        cores: Cores | None = None,
+        itl_slo_s: float | None = None,
     ) -> None:
-        """`helped_s`: for how long neighbours' cores have helped so far."""
+        """`itl_slo_s`: for how long streams may wait for a token before a neighbour's core is asked for."""
         self._grammars = grammars
         self._engine = engine
         self._swap = swap
@@ -46,7 +49,8 @@ class Stepper:
         self._runner = Runner(engine.model, engine.cache, self._on_layer)
         self._graphs: DecodeGraphs | None = None
         self._speeds = speeds
-        self._helped_s = helped_s
+        self._cores = cores or no_cores()
+        self.wishes = Wishes(self._cores, itl_slo_s, metrics.steps_asking)
         self.running: list[Work] = []  # the batch, while it runs
 
     def _on_layer(self, layer: int) -> None:
@@ -67,21 +71,22 @@ class Stepper:
     def run(self, batch: list[Work]) -> tuple[torch.Tensor, list[Scores]] | None:
         """Logits [works that sample, vocab] of the batch, and the scores of each work's prompt tokens, from token
         `work.start` + 1 on, if it is to have them; None when the step was cancelled half-way."""
-        started, helped_s = time.monotonic(), self._helped_s()
+        started, helped_s = time.monotonic(), self._cores.helped_s()
         num_running = sum(work.sequence.state is State.RUNNING for work in batch)
+        prompt_tokens = sum(work.count for work in batch) - num_running
         self.running = batch
         chunks = [_chunk(work) for work in batch]
         sampling = [w.sequence for w in batch if w.samples]
         self._grammars.ask([Row(s.key, s.choice, s.output) for s in sampling if s.params.grammar is not None])
         try:
-            logits = self._forward(chunks)
-            scores = list(score_prompts(self._runner, chunks, self._between_layers))
+            with self.wishes.step(num_running, prompt_tokens):
+                logits = self._forward(chunks)
+                scores = list(score_prompts(self._runner, chunks, self._between_layers))
         except StepCancelled:
             return None
         finally:
             self.running = []
-        prompt_tokens = sum(work.count for work in batch) - num_running
-        self._measure(num_running, prompt_tokens, time.monotonic() - started, self._helped_s() - helped_s)
+        self._measure(num_running, prompt_tokens, time.monotonic() - started, self._cores.helped_s() - helped_s)
         return logits, scores
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:  # [chunks that sample, vocab]

@@ -88,7 +88,7 @@ class DecodeWorker:
         self._cores = cores or no_cores()
         self._stepper = Stepper(
             engine, swap, self._metrics, self._between_layers, self._grammars, self._speeds,
-            self._cores.helped_s,
+            self._cores, config.itl_slo_s,
         )  # fmt: skip
         self._intake = Intake(
             self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
@@ -164,6 +164,7 @@ class DecodeWorker:
     def _wait(self) -> None:
         """Sleep until a socket has something, or something is due."""
         sockets = *self._members.sockets, *self._intake.sockets
+        self._stepper.wishes.pause()
         self._cores.idle()  # and so it stays while slabs come in: they take a moment each, a step is what takes long
         timeout_ms = DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS
         self._waiter.wait(sockets, self._grammars.descriptor, timeout_ms)

@@ -2,8 +2,14 @@
 
 A small file in shared memory, with 64 bytes for every core:
 
-    byte 0..7   one for each owner of the core (several, with more workers than cores): 1 while it has work
-    byte 8..11  the borrower: whose helper is on the core now, 0 for nobody's; set and cleared in C
+    byte 0..7    one for each owner of the core (several, with more workers than cores): 0 while it is idle, 1 while it
+                 has work, 2 while it has work but would stand aside for a wish, 3 while it does (set in C)
+    byte 8..11   the borrower: whose helper is on the core now, 0 for nobody's; set and cleared in C
+    byte 12..15  how many wishes have ended: what owners sleep on while they stand aside; in C
+    byte 16..23  the wish: who asks for the core though it is busy, and until when; in C
+
+A wish ends when its time is over, on the clock that all processes of a machine share. So one who dies while asking
+leaves nothing that anybody would have to wipe out.
 
 An owner holds a lock on its byte while it lives, and the kernel drops that lock with the process, however it ended. So
 nobody keeps time or compares process ids: what is not locked belongs to nobody, and whoever notices a dead owner's mark
@@ -27,6 +33,7 @@ from pathlib import Path
 
 CORE_BYTES = 64
 SEATS = 8  # owners of a core
+IDLE, BUSY, GIVES_WAY = 0, 1, 2
 BORROWER = struct.Struct("=I")
 BOARD_CORES = 1024
 FLOCK = struct.Struct("@hhqqi4x")  # of Linux on 64 bits: type, whence, start, length, pid
@@ -112,9 +119,9 @@ class CoreBoard:
             if self.borrower(core) == name:
                 BORROWER.pack_into(self._map, core * CORE_BYTES + SEATS, 0)
 
-    def mark(self, seat: Seat, *, busy: bool) -> None:
-        """Tell what the seat's holder is doing."""
-        self._map[seat.offset] = busy
+    def mark(self, seat: Seat, *, busy: bool, gives_way: bool = False) -> None:
+        """Tell what the seat's holder is doing. `gives_way`: it sees to it that wishes are heard while it is busy."""
+        self._map[seat.offset] = (GIVES_WAY if gives_way else BUSY) if busy else IDLE
 
     def close(self) -> None:
         """Give all seats up. The map stays."""
@@ -126,6 +133,12 @@ class CoreBoard:
     def busy(self, core: int) -> bool:
         start = core * CORE_BYTES
         return any(self._map[start : start + SEATS])
+
+    def may_be_asked(self, core: int) -> bool:
+        """Whether it is busy, but all who are at work there would stand aside."""
+        start = core * CORE_BYTES
+        marks = self._map[start : start + SEATS]
+        return any(marks) and BUSY not in marks
 
     def borrower(self, core: int) -> int:
         name: int = BORROWER.unpack_from(self._map, core * CORE_BYTES + SEATS)[0]

@@ -8,6 +8,10 @@ the bit, however many threads it ran on.
 A worker marks itself busy (`core_board.py`) when a step begins, a prefill worker as soon as anything arrives, and idle
 when it is about to wait with nothing to compute. Helpers look at that mark before every item. Once a second a worker
 looks who else is there.
+
+A worker that computes prompts gives way: a neighbour may ask for its core while it is busy, for one step at a time. It
+then stands aside from the item in hand to the end of that step, or for 100 ms, and for three quarters of its time at
+most, however many ask.
 """
 
 from __future__ import annotations
@@ -17,13 +21,22 @@ import os
 from collections.abc import Collection
 
 from ..kernels.library import native
-from ..kernels.threads import MOST_HELPERS, helped_seconds, set_helpers
+from ..kernels.threads import (
+    MOST_HELPERS,
+    aside_seconds,
+    ask,
+    ask_no_more,
+    give_way_at,
+    helped_seconds,
+    set_helpers,
+)
 from .core_board import BOARD_CORES, SEATS, CoreBoard, Seat, Unavailable, board_path
 from .worker_flags import WorkerConfig
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+LONGEST_WISH_S = 0.1  # see LONGEST_WISH_NS in native/threads.c
 
 
 class Cores:
@@ -32,8 +45,11 @@ class Cores:
     Without a board it does nothing.
     """
 
-    def __init__(self, board: CoreBoard | None, seat: Seat | None, others: Collection[int]) -> None:
-        """`seat`: taken; `others`: the cores it may compute on besides its own, if their owners lend them."""
+    def __init__(
+        self, board: CoreBoard | None, seat: Seat | None, others: Collection[int], *, gives_way: bool = False
+    ) -> None:
+        """`seat`: taken; `others`: the cores it may compute on besides its own, if their owners lend them.
+        `gives_way`: it stands aside when somebody asks for its core."""
         self._board = board
         self._seat = seat
         self._others = sorted(core for core in others if core < BOARD_CORES and (seat is None or core != seat.core))
@@ -42,12 +58,19 @@ class Cores:
         self._busy = True
         self._look_at = 0.0
         self._worked_s = helped_seconds(self._library) if self._library is not None else []
+        self._asked: int | None = None
+        self._wishes = 0
+        self._gives_way = False
+        if gives_way and board is not None and seat is not None and self._library is not None:
+            self._gives_way = True
+            give_way_at(self._library, board.lender(seat.core), seat.number)
+            board.mark(seat, busy=True, gives_way=True)
 
     def busy(self) -> None:
         """This worker is about to work: nobody may use its core any more."""
         if self._board is not None and self._seat is not None and not self._busy:
             self._busy = True
-            self._board.mark(self._seat, busy=True)
+            self._board.mark(self._seat, busy=True, gives_way=self._gives_way)
 
     def idle(self) -> None:
         """This worker is about to wait, with nothing to compute."""
@@ -72,6 +95,33 @@ class Cores:
         """Are there cores that it may use while they are idle?"""
         return bool(self._lent)
 
+    def ask(self) -> bool:
+        """Ask a busy neighbour for its core, until `ask_no_more` or for LONGEST_WISH_S; False if none can be asked.
+
+        Whoever is asked has the next turn last.
+        """
+        assert self._asked is None
+        if self._board is None or self._seat is None or self._library is None:
+            return False
+        open_to_it = [core for core in self._lent if self._board.may_be_asked(core)]
+        for turn in range(len(open_to_it)):
+            core = open_to_it[(self._wishes + turn) % len(open_to_it)]
+            if ask(self._library, self._board.lender(core), self._seat.name, LONGEST_WISH_S):
+                self._asked = core
+                self._wishes += 1
+                return True
+        return False
+
+    def ask_no_more(self) -> None:
+        """The step is over."""
+        if self._asked is not None and self._board is not None and self._seat is not None and self._library is not None:
+            ask_no_more(self._library, self._board.lender(self._asked), self._seat.name)
+        self._asked = None
+
+    def aside_s(self) -> float:
+        """Seconds that this worker has stood aside for others, in all."""
+        return aside_seconds(self._library) if self._library is not None else 0.0
+
     def helped_s(self) -> float:
         """Seconds that helpers have worked, in all."""
         return sum(helped_seconds(self._library)) if self._library is not None else 0.0
@@ -86,8 +136,11 @@ class Cores:
 
     def close(self) -> None:
         if self._board is not None:
+            self.ask_no_more()
             if self._library is not None:
                 set_helpers(self._library, [])
+                if self._gives_way:
+                    give_way_at(self._library, 0, 0)
             self._board.close()
             self._board = None
 
@@ -97,10 +150,11 @@ def no_cores() -> Cores:
     return Cores(None, None, ())
 
 
-def take_cores(config: WorkerConfig, allowed: Collection[int]) -> Cores:
+def take_cores(config: WorkerConfig, allowed: Collection[int], *, gives_way: bool = False) -> Cores:
     """Take part in lending, if the flags say so and this process is bound to one core.
 
-    `allowed`: the cores that it may use at all. Raises nothing: what stands in the way of lending is logged.
+    `allowed`: the cores that it may use at all. `gives_way`: see `Cores`. Raises nothing: what stands in the way of
+    lending is logged.
     """
     if config.lease_cores == "never" or not hasattr(os, "sched_getaffinity"):
         return no_cores()
@@ -119,4 +173,5 @@ def take_cores(config: WorkerConfig, allowed: Collection[int]) -> Cores:
         board.close()
         log.warning("core %d has %d workers already: this one neither lends nor borrows", core, SEATS)
         return no_cores()
-    return Cores(board, seat, allowed if config.engine.device == "cpu" else ())
+    computes_here = config.engine.device == "cpu"
+    return Cores(board, seat, allowed if computes_here else (), gives_way=gives_way and computes_here)

@@ -31,7 +31,7 @@ class WorkerMetrics:
         )
 
         self.leased_core_seconds = Counter(
-            "pdserve_leased_core_seconds", "Time computed on idle neighbours' cores", registry=registry
+            "pdserve_leased_core_seconds", "Time computed on neighbours' cores", registry=registry
         )
         self.compute_threads = Gauge(
             "pdserve_compute_threads", "Threads that have computed lately: 1, and 1 for each leased core",

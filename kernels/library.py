@@ -64,6 +64,10 @@ SIGNATURES = {  # a letter for every argument
     "pd_run_layers": "ppippppippppppi",
     "pd_set_threads": "ippip",
     "pd_helped_ns": "p",
+    "pd_give_way_at": "ii",
+    "pd_aside_ns": "p",
+    "pd_ask": "iiip",
+    "pd_ask_no_more": "ii",
 }
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     config, args = parse_arguments(sys.argv[1:])
     exit_with_parent(args.exit_with_parent)
     setup_logging(args.log_level, args.log_json)
-    cores = take_cores(config.worker, pin_to_cpu(config.worker.cpu))
+    cores = take_cores(config.worker, pin_to_cpu(config.worker.cpu), gives_way=True)
     worst = WorstStep(config.worker.chunk_tokens, PrefillLimits.max_computing)
     engine = build_engine(config.worker.engine, worst, "never")  # slabs leave between the layers of a step
     worker = PrefillWorker(config, engine, socket.gethostname(), cores)

@@ -281,6 +281,7 @@ static void attend_tile(const Call *call, int64_t sequence, int64_t kv_head, int
     tile.mixed = tile.scores + SEGMENT * TILE;
     open_tile(call, &tile);
     for (int64_t first = tile.first_key, next; first <= tile.last_key; first = next) {
+        pd_give_way(); /* over a long context this takes milliseconds */
         next = (first / SEGMENT + 1) * SEGMENT;
         next = next <= tile.last_key ? next : tile.last_key + 1;
         find_tokens(call->sequences->tables + sequence * call->sequences->table_stride, first, next - first, &tile);

@@ -8,6 +8,11 @@
  * A helper's core may be borrowed from another process, whose state lies in shared memory (`Lender`). Every claim looks
  * there: when the lender turns busy its core is left after the item in hand. A core has one borrower at a time.
  *
+ * A process may also wish for a core while its owner computes. An owner that gives way sees the wish at its next item,
+ * sleeps until the wish has ended, and only then goes on; meanwhile the one who asked, and nobody else, may borrow the
+ * core. A wish ends by itself after a while, so whoever dies while asking need not be cleaned up after, and an owner
+ * stands aside for a share of its time only, whoever asks.
+ *
  * The counter holds the number of the job above that of the next item, and every claim is a compare-and-swap. The caller
  * closes the counter, describes the next job, and opens it with the next number. So what a helper has read of a job is
  * still true if its claim succeeds, and one that comes late cannot take an item of one job for that of another.
@@ -21,6 +26,7 @@
 #define MOST_HELPERS 31
 
 #ifdef __linux__
+#include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -37,14 +43,25 @@
 #define WAIT_NS 150000      /* of the caller, for an item that a helper holds, until it fetches that helper */
 #define SHORTEST_REST_NS 1000000 /* of a helper that had to be fetched; twice as long if it happens again soon */
 #define LONGEST_REST_NS 4000000 /* so that on a core with other work all the time a few percent are lost, no more */
+#define LONGEST_WISH_NS 100000000 /* see LONGEST_WISH_S in engine/cores.py */
+#define ASIDE_FOR_WORKED 3 /* an owner stands aside at most so many times as long as it works, */
+#define MOST_ASIDE_NS 300000000 /* and for so long at a stretch; */
+#define LEAST_ASIDE_NS 5000000  /* it does not begin to if this much is not left to it */
+#define WISH_NAME_BITS 16
 #define STACK_BYTES (1 << 20)
 #define LINE _Alignas(64) /* what different threads write lies in different cache lines */
 
 /* A core on the board that the processes of a machine share, see engine/cores.py. */
 typedef struct {
-    atomic_uint_least64_t busy; /* a byte for each of its owners */
+    atomic_uint_least64_t busy; /* a byte for each of its owners, see below; 0: idle */
     atomic_uint borrower;       /* whose helper is there, 0 for nobody's */
+    atomic_uint wishes_ended;   /* how many: owners sleep on it while they stand aside */
+    atomic_uint_least64_t wish; /* until when it lasts, in us, << WISH_NAME_BITS | who wishes; 0: there is none */
 } Lender;
+
+#define EVERY_BYTE 0x0101010101010101ull
+#define GIVES_WAY 2 /* of an owner: busy, and will stand aside for a wish; 1: busy */
+#define ASIDE 3     /* does so now */
 
 typedef struct {
     LINE atomic_uint asleep; /* and what it sleeps on */
@@ -71,9 +88,16 @@ static struct {
     atomic_bool taken; /* by a caller; another one works alone */
     LINE atomic_int helpers;
     atomic_uint name; /* of this process, as a borrower */
+    _Atomic(Lender *) own; /* the core of the callers, who give way there; null: they do not */
+    atomic_uint own_seat;
+    atomic_llong aside_ns;   /* for how long they have stood aside, in all */
+    atomic_llong aside_left; /* for how long they might, */
+    atomic_llong aside_at;   /* at this time */
     Helper team[MOST_HELPERS];
     pthread_mutex_t changing;
 } state = {.changing = PTHREAD_MUTEX_INITIALIZER};
+
+static _Thread_local bool helping; /* this is a helper's thread */
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -93,6 +117,14 @@ static void sleep_on(atomic_uint *word, unsigned value) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
+/* Those two are among threads; these among processes. */
+static void sleep_shared(atomic_uint *word, unsigned value, int64_t most_ns) {
+    const struct timespec most = {most_ns / 1000000000, most_ns % 1000000000};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, &most, NULL, 0);
+}
+
+static void wake_all_shared(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
 static void wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
 
 static int bind_to(pthread_t thread, int core) {
@@ -102,14 +134,28 @@ static int bind_to(pthread_t thread, int core) {
     return pthread_setaffinity_np(thread, sizeof cores, &cores);
 }
 
+/* For how long a wish is in force. One that claims to be for longer than any may is no wish at all. */
+static int64_t time_left(uint64_t wish, int64_t now) {
+    const int64_t left = (int64_t)(wish >> WISH_NAME_BITS) * 1000 - now;
+    return left > 0 && left <= LONGEST_WISH_NS ? left : 0;
+}
+
+/* Whether its owners let this process have the core: all are idle, or stand aside for our wish. */
+static bool is_free(const Lender *lender) {
+    const uint64_t busy = atomic_load(&lender->busy);
+    if (!busy) return true;
+    if (busy != (busy & EVERY_BYTE) * ASIDE) return false;
+    return (atomic_load(&lender->wish) & ((1 << WISH_NAME_BITS) - 1)) == atomic_load(&state.name);
+}
+
 /* Whether this helper is to take part now. */
 static bool wanted(const Helper *helper) {
     if (helper - state.team >= atomic_load(&state.helpers) || atomic_load(&helper->away)) return false;
     Lender *lender = atomic_load(&helper->lender);
-    return !lender || !atomic_load(&lender->busy);
+    return !lender || is_free(lender);
 }
 
-/* Whether it could: its core's owners are idle, and neither has another process borrowed it, nor is it so full of other
+/* Whether it could: its core's owners let it, and neither has another process borrowed it, nor is it so full of other
  * work that the helper was not run. */
 static bool available(const Helper *helper) {
     const int64_t rests_until = atomic_load(&helper->rests_until);
@@ -117,7 +163,7 @@ static bool available(const Helper *helper) {
     Lender *lender = atomic_load(&helper->lender);
     if (!lender) return true;
     const unsigned borrower = atomic_load(&lender->borrower);
-    return !atomic_load(&lender->busy) && (!borrower || borrower == atomic_load(&state.name));
+    return is_free(lender) && (!borrower || borrower == atomic_load(&state.name));
 }
 
 static void leave_core(Helper *me) {
@@ -169,6 +215,7 @@ static void take_part(Helper *me) {
 
 static void *help(void *argument) {
     Helper *me = argument;
+    helping = true;
     for (;;) {
         const uint64_t job = current_job();
         take_part(me);
@@ -225,6 +272,47 @@ static void wait_for(unsigned items) {
     }
 }
 
+/* For how long callers might stand aside now: it grows while they work. */
+static int64_t aside_left(int64_t now) {
+    const int64_t worked = now - atomic_load(&state.aside_at);
+    if (worked >= MOST_ASIDE_NS) return MOST_ASIDE_NS;
+    const int64_t left = atomic_load(&state.aside_left) + ASIDE_FOR_WORKED * worked;
+    return left < MOST_ASIDE_NS ? left : MOST_ASIDE_NS;
+}
+
+static void stand_aside(Lender *own) {
+    const int64_t began = now_ns();
+    int64_t now = began, left = aside_left(began);
+    if (left < LEAST_ASIDE_NS) return;
+    atomic_uchar *seat = (atomic_uchar *)own + atomic_load(&state.own_seat);
+    bool aside = false;
+    while (left > 0) {
+        const unsigned ended = atomic_load(&own->wishes_ended);
+        uint64_t wish = atomic_load(&own->wish);
+        const int64_t lasts = time_left(wish, now);
+        if (!lasts) {
+            if (wish) atomic_compare_exchange_strong(&own->wish, &wish, 0); /* of one who cannot any more */
+            break;
+        }
+        if (!aside) atomic_store(seat, ASIDE);
+        aside = true;
+        sleep_shared(&own->wishes_ended, ended, lasts < left ? lasts : left);
+        const int64_t before = now;
+        now = now_ns();
+        left -= now - before;
+    }
+    if (!aside) return;
+    atomic_store(seat, GIVES_WAY);
+    atomic_store(&state.aside_left, left);
+    atomic_store(&state.aside_at, now);
+    atomic_fetch_add(&state.aside_ns, now - began);
+}
+
+void pd_give_way(void) {
+    Lender *own = atomic_load_explicit(&state.own, memory_order_acquire);
+    if (own && !helping && atomic_load_explicit(&own->wish, memory_order_relaxed)) stand_aside(own);
+}
+
 int pd_may_be_helped(void) {
     const int helpers = atomic_load(&state.helpers);
     for (int i = 0; i < helpers; i++)
@@ -234,7 +322,10 @@ int pd_may_be_helped(void) {
 
 void pd_parallel(Work work, void *context, int64_t count) {
     if (count < 2 || count >= (int64_t)CLOSED || !pd_may_be_helped() || atomic_exchange(&state.taken, true)) {
-        for (int64_t item = 0; item < count; item++) work(context, item);
+        for (int64_t item = 0; item < count; item++) {
+            pd_give_way();
+            work(context, item);
+        }
         return;
     }
     const uint64_t last = current_job();
@@ -246,7 +337,7 @@ void pd_parallel(Work work, void *context, int64_t count) {
     atomic_store(&state.ticket, (last + 1) << ITEM_BITS);
     call_helpers();
     int64_t mine = 0;
-    while (do_one()) mine++;
+    for (pd_give_way(); do_one(); pd_give_way()) mine++;
     wait_for((unsigned)(count - mine));
     atomic_store(&state.taken, false);
 }
@@ -256,6 +347,7 @@ static void before_fork(void) { pthread_mutex_lock(&state.changing); }
 static void after_fork(void) { pthread_mutex_unlock(&state.changing); }
 static void in_child(void) {
     atomic_store(&state.helpers, 0);
+    atomic_store(&state.own, NULL);
     atomic_store(&state.taken, false);
     atomic_store(&state.waiting, 0);
     memset(state.team, 0, sizeof state.team);
@@ -285,13 +377,19 @@ static bool start(Helper *helper, int core) {
     return helper->exists;
 }
 
+/* Once, with `changing` held. */
+static bool prepare(void) {
+    static bool prepared;
+    if (!prepared) prepared = !pthread_atfork(before_fork, after_fork, in_child);
+    return prepared;
+}
+
 /* From now on `helpers` threads help, each on one of `cores`, borrowed under `name` (not 0) from the one of `lenders`
  * (addresses; 0: not borrowed) while that is idle. A lender must stay where it is as long as the process lives.
  * `got`: how many may help, fewer if the system allows no more; a core that it does not allow costs its own helper only. */
 EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t *lenders, int64_t name, int64_t *got) {
-    static bool prepared;
     pthread_mutex_lock(&state.changing);
-    if (!prepared) prepared = !pthread_atfork(before_fork, after_fork, in_child);
+    const bool prepared = prepare();
     if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
     int started = 0;
     atomic_store(&state.name, (unsigned)name);
@@ -302,6 +400,38 @@ EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t 
     atomic_store(&state.helpers, started);
     *got = started;
     pthread_mutex_unlock(&state.changing);
+}
+
+/* From now on callers of kernels give way to wishes for the core whose state is `lender` (an address that stays; 0:
+ * they do not), of which they are owner number `seat`. Whoever calls this marks that owner as one who does. */
+EXPORT void pd_give_way_at(int64_t lender, int64_t seat) {
+    pthread_mutex_lock(&state.changing);
+    atomic_store(&state.own_seat, (unsigned)seat);
+    atomic_store_explicit(&state.own, prepare() ? (Lender *)(intptr_t)lender : NULL, memory_order_release);
+    pthread_mutex_unlock(&state.changing);
+}
+
+/* For how long callers have stood aside since the process began. */
+EXPORT void pd_aside_ns(int64_t *aside_ns) { *aside_ns = atomic_load(&state.aside_ns); }
+
+/* Wish for a core (`lender`: the address of its state) under `name`, for `most_ns` at most.
+ * `got`: 0 if somebody else wishes for it. */
+EXPORT void pd_ask(int64_t lender, int64_t name, int64_t most_ns, int64_t *got) {
+    Lender *asked = (Lender *)(intptr_t)lender;
+    const int64_t now = now_ns(), until = now + (most_ns < LONGEST_WISH_NS ? most_ns : LONGEST_WISH_NS);
+    const uint64_t ours = (uint64_t)(until / 1000) << WISH_NAME_BITS | (uint64_t)name;
+    uint64_t wish = atomic_load(&asked->wish);
+    *got = !time_left(wish, now) && atomic_compare_exchange_strong(&asked->wish, &wish, ours);
+}
+
+/* The wish has ended. It may have ended before, and be somebody else's now. */
+EXPORT void pd_ask_no_more(int64_t lender, int64_t name) {
+    Lender *asked = (Lender *)(intptr_t)lender;
+    uint64_t wish = atomic_load(&asked->wish);
+    if ((int64_t)(wish & ((1 << WISH_NAME_BITS) - 1)) != name) return;
+    if (!atomic_compare_exchange_strong(&asked->wish, &wish, 0)) return;
+    atomic_fetch_add(&asked->wishes_ended, 1);
+    wake_all_shared(&asked->wishes_ended);
 }
 
 /* For how long each helper has worked since the process began. worked_ns [MOST_HELPERS] */
@@ -318,6 +448,11 @@ EXPORT void pd_set_threads(int64_t helpers, const int64_t *cores, const int64_t 
     *got = 0;
 }
 EXPORT void pd_helped_ns(int64_t *worked_ns) { memset(worked_ns, 0, MOST_HELPERS * sizeof *worked_ns); }
+EXPORT void pd_give_way_at(int64_t lender, int64_t seat) {}
+EXPORT void pd_aside_ns(int64_t *aside_ns) { *aside_ns = 0; }
+EXPORT void pd_ask(int64_t lender, int64_t name, int64_t most_ns, int64_t *got) { *got = 0; }
+EXPORT void pd_ask_no_more(int64_t lender, int64_t name) {}
+void pd_give_way(void) {}
 int pd_may_be_helped(void) { return 0; }
 
 #endif

@@ -11,6 +11,10 @@ typedef void (*Work)(void *context, int64_t item);
  * loses its core holds up the caller by one item, and to claim one costs a tenth of a microsecond. */
 void pd_parallel(Work work, void *context, int64_t count);
 
+/* If another process wishes for this core, and this one gives way there, wait until it has what it wanted. Looked at
+ * before every item; also to be called in the middle of items that take milliseconds. */
+void pd_give_way(void);
+
 /* Whether anybody would help now. */
 int pd_may_be_helped(void);
 

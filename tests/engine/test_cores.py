@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,13 +19,11 @@ from pdserve.engine.cores import Cores, take_cores
 from pdserve.engine.setup import EngineConfig
 from pdserve.engine.worker_flags import WorkerConfig
 from pdserve.kernels.library import native
-from pdserve.kernels.pages import Pages
-from pdserve.kernels.strips import StripWeight
-from pdserve.kernels.threads import helped_seconds, set_helpers
+from pdserve.kernels.threads import set_helpers
+from tests.engine.neighbours import WAIT_S, helped_by, some_work, two_cores, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the board takes Linux")
 
-WAIT_S = 20.0
 OWNER = """
 import sys
 from pathlib import Path
@@ -83,13 +80,6 @@ def owner(path: Path) -> Iterator[Callable[[int], Owner]]:
         one.kill()
     if (library := native()) is not None:
         set_helpers(library, [])
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {WAIT_S} s"
-        time.sleep(0.01)
 
 
 def test_a_core_is_busy_until_all_its_owners_are_idle(path: Path, owner: Callable[[int], Owner]) -> None:
@@ -189,31 +179,6 @@ def test_a_file_of_others_is_no_board(path: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Unavailable, match="board"):
         CoreBoard(path)
-
-
-def two_cores() -> tuple[int, int]:
-    ours = sorted(os.sched_getaffinity(0))
-    if len(ours) < 2 or native() is None:
-        pytest.skip("needs two cores and the kernels in C")
-    return ours[0], ours[1]
-
-
-def some_work() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, 576, generator=generator) for size in (16, 1536))
-    library = native()
-    assert library is not None
-    return StripWeight(weight, library, Pages()).product(x)
-
-
-def helped_by(work: Callable[[], object], seconds: float) -> bool:
-    """Whether any helper worked while this was repeated for so long (or until one did)."""
-    library = native()
-    assert library is not None
-    before, deadline = sum(helped_seconds(library)), time.monotonic() + seconds
-    while sum(helped_seconds(library)) == before and time.monotonic() < deadline:
-        work()
-    return sum(helped_seconds(library)) > before
 
 
 def test_a_neighbours_core_is_used_while_it_is_idle_and_only_then(path: Path, owner: Callable[[int], Owner]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,46 @@ def test_a_killed_neighbours_core_is_lent_again_by_the_next(
     system.wait_ready(1, 1)
     ask_until_leased(system, reference, helped)
     system.assert_idle(2.0)
+
+
+@pytest.fixture
+def wishing(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[System]:
+    """Its streams would have a token in less time than is possible."""
+    monkeypatch.setenv("PDSERVE_CORE_BOARD", str(tmp_path / "board"))
+    flags = ("--local-prefill", "never", "--no-prefix-caching", "--kv-blocks", 512, "--prefill-kv-blocks", 512)
+    with System(wide, *flags, "--itl-slo-ms", 0.1, "--check-invariants") as running:
+        yield running
+
+
+def test_text_is_the_same_where_streams_ask_for_the_core_that_computes_prompts(
+    wishing: System, reference: Reference
+) -> None:
+    asks = [(random_prompt(2, 20), 120), (random_prompt(3, 30), 100), (random_prompt(4, 900), 2)]
+    expected = [reference.output(prompt, tokens, ignore_eos=True) for prompt, tokens in asks]
+
+    def text(which: int) -> list[int]:
+        prompt, tokens = asks[which]
+        answer = wishing.client.complete(prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
+        return answer.token_ids
+
+    def stood_aside() -> bool:
+        with ThreadPoolExecutor(6) as pool:
+            whiches = [0, 1, 2, 2, 2, 2]
+            assert list(pool.map(text, whiches)) == [expected[which] for which in whiches]
+        return wishing.metric("pdserve_stood_aside_seconds_total", role="prefill") > before
+
+    before = 0.0
+    for _ in range(3):
+        eventually(stood_aside, WAIT_S, "a prefill worker stands aside")
+        before = wishing.metric("pdserve_stood_aside_seconds_total", role="prefill")
+    assert wishing.metric("pdserve_steps_asking_total", role="decode") > 0
+    wishing.assert_idle(2.0)
+
+
+def test_without_an_slo_nobody_asks(system: System, reference: Reference) -> None:
+    prompts = [random_prompt(5, 900), random_prompt(6, 20)] * 3
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda prompt: system.client.complete(prompt, max_tokens=40, ignore_eos=True), prompts))
+    system.assert_idle(2.0)
+    assert system.metric("pdserve_steps_asking_total", role="decode") == 0
+    assert system.metric("pdserve_stood_aside_seconds_total", role="prefill") == 0
