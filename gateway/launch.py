@@ -152,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--queue-timeout-s", type=float, metavar="S", help="longest wait before a 503")
     limits.add_argument("--ttft-slo-s", type=float, metavar="S", help="refuse what would start later than this")
     limits.add_argument("--tpot-slo-s", type=float, metavar="S", help="run no more than get a token each in this")
-    limits.add_argument("--itl-slo-ms", type=float, metavar="MS", help="steps in which decode computes prompts, too")
+    limits.add_argument("--itl-slo-ms", type=float, metavar="MS", help="of steps, with prompts in them or beside them")
     limits.add_argument("--max-connections", type=int, metavar="N", help="open at a time; the next one gets a 503")
     limits.add_argument("--api-keys", metavar="FILE", help="let only these in (see `pdserve keys api NAME`)")
     add_front_arguments(limits)
