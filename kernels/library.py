@@ -141,11 +141,14 @@ def _build(level: str) -> Path:
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """Only one process at a time; one that has waited for longer than a compiler may take goes on by itself."""
-    with open(directory / "lock", "ab") as file:
-        locking = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX), daemon=True)
+    held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        locking = threading.Thread(target=fcntl.flock, args=(held, fcntl.LOCK_EX), daemon=True)
         locking.start()
         locking.join(COMPILE_LIMIT_S)
         yield
+    finally:
+        os.close(held)
 
 
 def _make(path: Path, flags: tuple[str, ...]) -> None:
