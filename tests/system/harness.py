@@ -220,7 +220,7 @@ class Surface:
         def complete() -> bool:
             if self._status("/ready") != 200:
                 return False
-            roles = [worker["role"] for worker in self.workers() if worker["state"] == "ready"]
+            roles = [worker["role"] for worker in self.workers() if worker["state"] != "starting"]
             linked = sum(link["state"] == "linked" for link in self.links())
             return (roles.count("prefill"), roles.count("decode"), linked) == (prefill, decode, prefill * decode)
 
