@@ -29,7 +29,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 def compiled(cache: Path) -> list[str]:
-    return [path.name for path in cache.glob("*.so")]
+    return [path.name for path in cache.iterdir()]  # and nothing beside it
 
 
 @needs_compiler
@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
 @needs_compiler
 def test_a_file_that_others_could_have_written_is_not_loaded(empty_cache: Path) -> None:
     open_library("DEFAULT")
-    (made,) = empty_cache.glob("*.so")
+    (made,) = empty_cache.iterdir()
     os.chmod(made, 0o777)
     with pytest.raises(NativeUnavailable, match="somebody else"):
         open_library("DEFAULT")
