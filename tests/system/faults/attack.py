@@ -209,6 +209,14 @@ class Attack:
                 self.wait_registered(name)
             return fault
 
+    @contextmanager
+    def standing_still(self, program: str) -> Iterator[str]:
+        """The name of a process of that program that holds requests, frozen as long as the block lasts."""
+        with self._target(program) as (name, inflight):
+            fault = self._begin(f"freeze {program}", name, inflight)
+            yield name
+            fault.ended_at = time.monotonic()
+
     def slow(self, program: str, seconds: float) -> Fault:
         """It runs a fifth of the time."""
         with self._target(program) as (name, inflight):
