@@ -11,6 +11,7 @@ from ..transfer.channel import check_exposed
 from ..transfer.errors import ConfigError
 from ..transfer.keys import Curve, load_keys
 from ..transfer.links import LinkMode
+from ..transfer.offers import MAX_RING_BYTES, MIN_RING_BYTES
 from ..transfer.ring import DEFAULT_RING_BYTES
 from .config import add_common_arguments
 from .kv_cache import parse_size
@@ -83,6 +84,9 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         if not re.fullmatch(r"(ipc://.+|tcp://.+:\d{1,5})", address):
             raise ConfigError(f"--gateway {address} is not of the form ipc://PATH or tcp://HOST:PORT")
         check_exposed(address, args.insecure, curve)
+    ring_bytes = parse_size(args.ring_memory)
+    if not MIN_RING_BYTES <= ring_bytes <= MAX_RING_BYTES:
+        raise ConfigError(f"--ring-memory {args.ring_memory} is not between {MIN_RING_BYTES} bytes and 1T")
     return WorkerConfig(
         name=args.name,
         gateways=tuple(args.gateway),
@@ -95,5 +99,5 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         curve=curve,
         link=args.link,
         lease_cores=args.lease_cores,
-        ring_bytes=parse_size(args.ring_memory),
+        ring_bytes=ring_bytes,
     )

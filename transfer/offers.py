@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 _CLOSED: Any = {"extra": "forbid"}  # for pydantic: a field that we do not know is an error
 MAX_POSITION = 1 << 62  # in a ring
+MIN_RING_BYTES = 64
 MAX_RING_BYTES = 1 << 40
 MAX_HANDLE_BYTES = 256
 MAX_EVENTS = 1024
@@ -34,7 +35,7 @@ class RingOffer:
 
     def __post_init__(self) -> None:
         _check(1 <= self.pid <= 1 << 31 and 0 <= self.fd <= 1 << 31, "pid or fd out of range")
-        _check(64 <= self.size_bytes <= MAX_RING_BYTES, "size_bytes out of range")
+        _check(MIN_RING_BYTES <= self.size_bytes <= MAX_RING_BYTES, "size_bytes out of range")
         _check(re.fullmatch(r"[0-9a-f]{32}", self.secret) is not None, "secret is not 32 hexadecimal digits")
 
 
@@ -91,4 +92,5 @@ class DeviceRingOffer:
         handles = (self.memory, *self.events)
         _check(all(1 <= len(handle) <= MAX_HANDLE_BYTES for handle in handles), "a handle of no possible length")
         _check(1 <= len(self.events) <= MAX_EVENTS, "too many events, or none")
-        _check(64 <= self.size_bytes <= MAX_RING_BYTES and 0 <= self.offset <= MAX_RING_BYTES, "size out of range")
+        _check(MIN_RING_BYTES <= self.size_bytes <= MAX_RING_BYTES, "size_bytes out of range")
+        _check(0 <= self.offset <= MAX_RING_BYTES, "offset out of range")

@@ -53,17 +53,18 @@ class RingSpace:
 
     def allocate(self, num_bytes: int) -> int | None:
         """The next position with that much memory in one piece; None while there is no room."""
+        size = max(_aligned(num_bytes), ALIGNMENT_BYTES)  # a piece without bytes has a place of its own, too
         place = 0
         for start, end in self._in_use:
-            if place + num_bytes <= start:
+            if place + size <= start:
                 break
             place = end
-        if place + num_bytes > self.size_bytes:
+        if place + size > self.size_bytes:
             return None
         position = self.head + (place - self.head) % self.size_bytes
-        self.head = position + _aligned(num_bytes)
+        self.head = position + size
         self._ends.append(self.head)
-        insort(self._in_use, (place, place + _aligned(num_bytes)))
+        insort(self._in_use, (place, place + size))
         return position
 
     def free_up_to(self, position: int) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
+import mmap
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.transfer.errors import RingUnavailable
-from pdserve.transfer.ring import ALIGNMENT_BYTES, RingReader, RingWriter
+from pdserve.transfer.ring import ALIGNMENT_BYTES, RingReader, RingSpace, RingWriter
 
 SIZE = 64 * 1024
 
@@ -61,6 +67,61 @@ def test_nothing_is_written_over_before_it_was_acknowledged(sizes: list[int], se
             assert reader.view(position, len(expected)) == expected
     finally:
         writer.close()
+
+
+STEPS = ["give", "free", "stale", "part", "far"]
+
+
+@given(
+    num_units=st.integers(1, 12),
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 800)), max_size=80),
+)
+def test_an_account_equals_one_that_marks_every_unit(num_units: int, steps: list[tuple[str, int]]) -> None:
+    """Pieces of any size, also without bytes; what frees them comes late, twice, too early, or names no piece."""
+    size = num_units * ALIGNMENT_BYTES
+    space, used = RingSpace(size), [False] * num_units
+    live: list[tuple[int, range]] = []  # (position behind it, its units), the oldest first
+    freed = 0
+    for step, number in steps:
+        if step == "give":
+            before, units = space.head, max(1, -(-number // ALIGNMENT_BYTES))
+            places = (range(at, at + units) for at in range(num_units - units + 1))
+            expected = next((place for place in places if not any(used[unit] for unit in place)), None)
+            position = space.allocate(number)
+            assert (position is None) == (expected is None)
+            if position is None or expected is None:
+                assert space.head == before
+                continue
+            assert position >= before
+            assert position % size == expected.start * ALIGNMENT_BYTES
+            for unit in expected:
+                used[unit] = True
+            live.append((position + len(expected) * ALIGNMENT_BYTES, expected))
+            assert space.head == live[-1][0]
+        elif step == "stale":
+            space.free_up_to(freed)
+        elif step == "far":
+            space.free_up_to(space.head + 1 + number)
+        elif live:
+            (end, _) = live[number % len(live)]
+            upto = end if step == "free" else end - ALIGNMENT_BYTES
+            space.free_up_to(upto)
+            while live and live[0][0] <= upto:
+                freed, units_of = live.pop(0)
+                for unit in units_of:
+                    used[unit] = False
+    space.free_up_to(space.head)
+    space.free_up_to(space.head)
+    assert space.allocate(size) is not None, "all of it is there again"
+
+
+def test_a_piece_without_bytes_takes_nobody_elses_place() -> None:
+    space = RingSpace(4 * ALIGNMENT_BYTES)
+    first, empty, last = space.allocate(64), space.allocate(0), space.allocate(64)
+    assert None not in (first, empty, last)
+    space.free_up_to(64)
+    assert space.allocate(128) is None, "two pieces of four are in use"
+    assert space.allocate(64) is not None
 
 
 def test_what_was_read_last_is_written_again_first(writer: RingWriter) -> None:
@@ -142,6 +203,64 @@ def test_memory_that_cannot_be_had_is_refused_at_once() -> None:
             RingWriter(SIZE)  # and its header
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def refusing(code: int) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "code"),
+    [
+        (os, "memfd_create", errno.ENOSYS),
+        (os, "memfd_create", errno.EMFILE),
+        (os, "posix_fallocate", errno.ENOSPC),
+        (os, "posix_fallocate", errno.EOPNOTSUPP),
+        (fcntl, "fcntl", errno.EPERM),
+        (mmap, "mmap", errno.ENOMEM),
+    ],
+)
+def test_a_system_that_gives_no_memory_is_named_and_left_as_it_was(
+    module: ModuleType, call: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as broken:
+        broken.setattr(module, call, refusing(code))
+        with pytest.raises(RingUnavailable, match=os.strerror(code)):
+            RingWriter(SIZE)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("call", ["mmap", "fcntl"])
+def test_a_reader_that_cannot_map_it_keeps_nothing_open(
+    writer: RingWriter, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as broken:
+        broken.setattr(mmap if call == "mmap" else fcntl, call, refusing(errno.ENOMEM))
+        with pytest.raises(RingUnavailable, match="cannot be mapped"):
+            RingReader(writer.offer)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("pdserve-ring")
+
+
+def test_closed_memory_stays_only_as_long_as_somebody_writes_to_it() -> None:
+    before = mappings()
+    ring = RingWriter(SIZE)
+    room = ring.allocate(100)
+    assert room is not None
+    memory = room[1]
+    ring.close()
+    memory[:] = b"x" * 100
+    assert mappings() == before + 1
+    del room, memory, ring
+    assert mappings() == before
 
 
 def test_the_writer_cannot_shrink_the_memory_under_the_reader(writer: RingWriter) -> None:
