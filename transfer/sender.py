@@ -54,6 +54,7 @@ FRAME_BYTES = 1024 * 1024  # as a frame, which passes through the kernel while t
 RING_SHARE = 8  # a slab is made no larger than one part in so many of its ring
 HELLO_EVERY_S = 1.0
 PEER_HEARTBEAT_EVERY_S = 0.5
+LOST_AFTER_S = 10.0  # a peer that speaks, but has taken in nothing of a full window for so long, will never get it
 
 
 class LinkState(Enum):
@@ -102,6 +103,7 @@ class PeerLink:
         self._bytes_before = list(accumulate(per_layer, initial=0))  # of a token, in the layers before each
         self._window_bytes = 0
         self._bytes_consumed = 0
+        self._moved_at = time.monotonic()  # when there was room in the window, or room was made
         self._due_at = 0.0
         self._heard: deque[Gone | PeerHeartbeat] = deque()  # what is for the worker
         self._ring: RingWriter | DeviceRingWriter | None = None
@@ -210,29 +212,35 @@ class PeerLink:
         for received in self._control.receive():
             self.heard_at = time.monotonic()
             match received.message:
+                case (Welcome() | HelloDenied()) if self.state is not LinkState.CONNECTING:
+                    pass  # answers a hello that was repeated: a link never changes under way
                 case Welcome() as welcome:
                     self._welcomed(welcome)
                 case HelloDenied(reason=reason):
                     self.state, self.detail = LinkState.REFUSED, reason
                     log.error("decode worker %s refused the link: %s", self.peer.worker, reason)
-                case Credit(consumed_bytes=consumed, ring_position=position):
-                    self._bytes_consumed = max(self._bytes_consumed, min(consumed, self.bytes_sent))
-                    if self._ring is not None:
-                        self._ring.free_up_to(position)
+                    self._close_ring()
+                case Credit() as credit:
+                    self._credited(credit)
                 case Gone() | PeerHeartbeat() as message:
                     self._heard.append(message)
 
+    def _credited(self, credit: Credit) -> None:
+        consumed = min(credit.consumed_bytes, self.bytes_sent)
+        if consumed > self._bytes_consumed:
+            self._bytes_consumed, self._moved_at = consumed, time.monotonic()
+        if self._ring is not None:
+            self._ring.free_up_to(credit.ring_position)
+
     def _welcomed(self, welcome: Welcome) -> None:
         if welcome.link == "cuda_ipc":
-            if self.link != "cuda_ipc" or self.state is not LinkState.CONNECTING:
-                return  # answers the hello before the one that said zmq, or one that was repeated
+            if self.link != "cuda_ipc":
+                return  # answers the hello before the one that said zmq
             if welcome.ring is None or not self._open_ring(welcome.ring):
                 self._due_at = 0.0  # say hello again, with the other link
                 return
         elif self.link != welcome.link:
-            if isinstance(self._ring, RingWriter):
-                self._ring.close()
-                self._ring = None
+            self._close_ring()
             self._no_ring(welcome.detail)
             if self.state is LinkState.REFUSED:
                 return
@@ -251,6 +259,11 @@ class PeerLink:
     def tick(self, live: Iterable[tuple[str, int]]) -> None:
         """Send what is due: hellos until answered, then heartbeats listing the attempts under way to this peer."""
         now = time.monotonic()
+        if self.has_room:
+            self._moved_at = now
+        elif self.state is LinkState.LINKED and now - self._moved_at > LOST_AFTER_S:
+            log.warning("%s has not taken in what it was sent: it must have been lost on the way", self.peer.worker)
+            self.settle()
         if now >= self._due_at:
             if self.state is LinkState.CONNECTING:
                 self._due_at = now + HELLO_EVERY_S
@@ -269,6 +282,9 @@ class PeerLink:
     def close(self) -> None:
         self._bulk.close()
         self._control.close()
+        self._close_ring()
+
+    def _close_ring(self) -> None:
         if self._ring is not None:
             self._ring.close()
             self._ring = None

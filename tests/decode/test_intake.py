@@ -2,130 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-import zmq
 
-from pdserve.decode.intake import Intake, worker_of
-from pdserve.engine.kv_cache import KVCache
-from pdserve.transfer.channel import STRANGER_FRAME_BYTES, FrameCounts
-from pdserve.transfer.layout import KVLayout, LayerShape
+from pdserve.transfer.channel import STRANGER_FRAME_BYTES
 from pdserve.transfer.links import LinkMode
-from pdserve.transfer.messages import Abort, Gone, Handoff, Peer, Slab
+from pdserve.transfer.messages import Gone, Slab
 from pdserve.transfer.offers import MAX_POSITION, RingSpan
-from pdserve.transfer.receiver import Receiver
-from pdserve.transfer.sender import FRAME_BYTES, LinkOptions, LinkState, Outgoing, PeerLink
-from pdserve.transfer.slab import store_slab
-
-NUM_LAYERS, TOKENS = 6, 100
-LAYOUT = KVLayout("f", "float32", (LayerShape(2, 16, 16),) * (NUM_LAYERS - 1) + (LayerShape(1, 7, 3),))
-LAYER_BYTES = TOKENS * 2 * 2 * 16 * 4
-PREFILL, DECODE = "prefill-0#00000001", "decode-0#00000002"
-TABLE = [4, 0, 6, 2, 1, 5, 3]
-
-
-def random_cache(seed: int) -> KVCache:
-    cache = KVCache(LAYOUT, 7, 16)
-    generator = torch.Generator().manual_seed(seed)
-    for plane in (*cache.keys, *cache.values):
-        plane.normal_(generator=generator)
-    return cache
-
-
-@dataclass
-class Pair:
-    intake: Intake
-    link: PeerLink
-    counts: FrameCounts
-
-    def turn(self) -> None:
-        for _ in self.intake.poll_control(DECODE):
-            pass
-        for _ in self.link.poll():
-            pass
-        self.link.tick([])
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline, what
-            self.turn()
-            self.intake.sockets[0].poll(5)
-
-    def hear(self, first: str) -> None:
-        """Decode hears the hello on that socket before the one on the other."""
-        socket = dict(zip(("bulk", "control"), self.intake.sockets, strict=True))[first]
-        deadline = time.monotonic() + 10
-        while not socket.poll(5):
-            assert time.monotonic() < deadline, "the hello is here"
-            self.link.tick([])
-        assert not [*(self.intake.poll_bulk(1) if first == "bulk" else self.intake.poll_control(DECODE))]
-
-    def take(self) -> list[Slab | Handoff | Abort]:
-        """Everything up to the handoff, into a cache like the sender's; then the credit for it."""
-        receiver, cache = Receiver(LAYOUT), random_cache(2)
-        receiver.expect("r", 1, 9, PREFILL, 0, TOKENS)
-        taken: list[Slab | Handoff | Abort] = []
-
-        def look() -> bool:
-            self.intake.send_credits()
-            for received in self.intake.poll_bulk(1 << 30):
-                message = received.message
-                assert isinstance(message, Slab | Handoff)
-                entry = receiver.find(message, worker_of(received.sender))
-                assert entry is not None
-                taken.append(message)
-                if isinstance(message, Slab):
-                    assert isinstance(received.payload, memoryview)
-                    receiver.check(entry, message, received.payload)
-                    store_slab(cache, message, TABLE, received.payload)
-                    receiver.taken(entry, message, received.payload.nbytes)
-                else:
-                    receiver.complete(entry)
-            return bool(taken) and isinstance(taken[-1], Handoff)
-
-        self.until(look, "the handoff is here")
-        layers = range(NUM_LAYERS)
-        assert bytes(cache.gather(layers, TABLE, 0, TOKENS)[0]) == bytes(
-            random_cache(1).gather(layers, TABLE, 0, TOKENS)[0]
-        )
-        return taken
-
-
-@contextmanager
-def pair(directory: Path, mode: LinkMode, ring_bytes: int, first: str = "") -> Iterator[Pair]:
-    """Linked. `first`: the socket whose hello is heard first."""
-    with zmq.Context() as context:
-        counts = FrameCounts()
-        intake = Intake(context, f"ipc://{directory}/b", f"ipc://{directory}/c", LAYOUT, counts, mode=mode)
-        options = LinkOptions(mode, "here", ring_bytes=ring_bytes)
-        peer = Peer(DECODE, "here", *intake.addresses, [mode])
-        link = PeerLink(context, peer, PREFILL, 1, LAYOUT, FrameCounts(), options)
-        both = Pair(intake, link, counts)
-        try:
-            if first:
-                both.hear(first)
-            both.until(lambda: not [*intake.poll_bulk(1)] and link.state is LinkState.LINKED, "the two are linked")
-            yield both
-            assert not counts.dropped
-        finally:
-            link.close()
-            intake.close()
-
-
-def ship(link: PeerLink, *chunks: int) -> None:
-    """A prompt in chunks that end there, layer after layer."""
-    outgoing, cache = Outgoing("r", 1, 9, 0, link, LAYOUT), random_cache(1)
-    for up_to in chunks:
-        for layer in range(NUM_LAYERS):
-            outgoing.ship(cache, layer, TABLE, up_to)
-    outgoing.hand_off([5], [])
+from pdserve.transfer.sender import FRAME_BYTES, Outgoing
+from tests.decode.link_rig import LAYER_BYTES, LAYOUT, NUM_LAYERS, PREFILL, TABLE, TOKENS, pair, random_cache, ship
 
 
 @pytest.mark.parametrize(
