@@ -140,7 +140,6 @@ def receive(pipe: Connection, job: Job, directory: str, core: int) -> None:
     suffixes = ("", "") if job.link == "zmq tcp" else (".bulk", ".ctl")
     mode: Literal["shm", "zmq"] = "shm" if job.link == "shm" else "zmq"
     intake = Intake(context, base + suffixes[0], base + suffixes[1], job.layout, counts, mode=mode)
-    hasten_io_threads()
     receiver = Receiver(job.layout)
     poller = zmq.Poller()
     for socket in intake.sockets:
@@ -155,6 +154,7 @@ def receive(pipe: Connection, job: Job, directory: str, core: int) -> None:
         while pipe.poll():
             match _next_word(pipe):
                 case ("expect", list(names)):
+                    hasten_io_threads()  # they have linked the two ends by now
                     for name in names:
                         receiver.expect(name, 1, RESERVATION, SENDER, 0, job.prompt_tokens)
                         blocks[name] = next(tables)
@@ -201,7 +201,6 @@ class Sender:
         peer = Peer(RECEIVER, "here", bulk, control, offered)
         options = LinkOptions("shm" if job.link == "shm" else "zmq", "here", ring_bytes=DEFAULT_RING_BYTES)
         self._link = PeerLink(self._context, peer, SENDER, 1, job.layout, FrameCounts(), options)
-        hasten_io_threads()
         self._expected: deque[str] = deque()  # prompts that the receiver waits for
         self._under_way: dict[str, float] = {}  # prompt → when its last slab was shipped
         self._numbers = itertools.count()
@@ -229,6 +228,7 @@ class Sender:
             poller.poll(POLL_MS)
         if self._link.state is not LinkState.LINKED:
             raise BenchError(f"{self._job.link} cannot be used here: {self._link.detail or 'no answer'}")
+        hasten_io_threads()
 
     def _turn(self) -> None:
         """As between two layers of a step: from time to time, what the peer has said, and what is due."""

@@ -125,8 +125,8 @@ class DecodeWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
-        hasten_io_threads()
         self._stepper.warm_up()
+        hasten_io_threads()
         self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:

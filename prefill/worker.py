@@ -107,8 +107,8 @@ class PrefillWorker:
 
     def run(self) -> None:
         """Serve until `stop`, or `drain` and nothing left. Raises RegistrationRefused if a gateway says no for good."""
-        hasten_io_threads()
         self._engine.warm_up(self._runner)
+        hasten_io_threads()
         self._ready = True
         try:
             while not self._stopping and not self._members.may_leave:

@@ -15,12 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 
 SLICE_NS = 100_000  # the shortest there is
-NAME = "ZMQbg/IO"
+NAME = b"ZMQbg/IO"
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the numbers of the system call; Python has no function for it
 
 
 def hasten_io_threads() -> int:
-    """Give the threads that ZeroMQ has started for input and output short slices; how many have got them."""
+    """Give the threads that ZeroMQ has started for input and output short slices; how many have got them.
+
+    To be called when something has come through a socket, or a while after: before, they may not have their names yet.
+    """
     tasks, number = Path("/proc/self/task"), SCHED_SETATTR.get(platform.machine())
     if number is None or not tasks.is_dir():
         return 0
@@ -29,7 +32,7 @@ def hasten_io_threads() -> int:
 
 def _is_io_thread(task: Path) -> bool:
     with suppress(OSError):  # it has just ended
-        return (task / "comm").read_text().startswith(NAME)
+        return (task / "comm").read_bytes().startswith(NAME)  # others may have cut theirs within a letter
     return False
 
 

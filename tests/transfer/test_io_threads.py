@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 @pytest.fixture
 def context() -> Iterator[zmq.Context[Any]]:
     made: zmq.Context[Any] = zmq.Context()
-    socket = made.socket(zmq.DEALER)  # the first one starts the threads
+    near, far = made.socket(zmq.PAIR), made.socket(zmq.PAIR)  # the first one starts the threads
+    near.connect(f"tcp://127.0.0.1:{far.bind_to_random_port('tcp://127.0.0.1')}")
+    near.send(b"")
+    assert far.poll(10_000), "they run"
     yield made
-    socket.close(linger=0)
     made.destroy(linger=0)
 
 
@@ -39,7 +43,7 @@ def scheduling_of(thread: int) -> tuple[int, int, int]:
 
 def threads(of_zeromq: bool) -> list[int]:
     tasks = Path("/proc/self/task").iterdir()
-    return [int(task.name) for task in tasks if (task / "comm").read_text().startswith(NAME) == of_zeromq]
+    return [int(task.name) for task in tasks if (task / "comm").read_bytes().startswith(NAME) == of_zeromq]
 
 
 def test_only_the_slices_of_zeromq_threads_become_short(context: zmq.Context[Any]) -> None:
@@ -51,6 +55,49 @@ def test_only_the_slices_of_zeromq_threads_become_short(context: zmq.Context[Any
         assert scheduling_of(thread) == (*before[thread][:2], SLICE_NS)
     for thread in set(threads(False)) & set(before):
         assert scheduling_of(thread) == before[thread]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.E2BIG])
+def test_a_system_that_refuses_is_no_reason_to_fail(
+    context: zmq.Context[Any], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Refusing:
+        def syscall(self, *arguments: object) -> int:
+            asked.append(arguments)
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: Refusing())
+    assert hasten_io_threads() == 0
+    assert bool(asked) == (platform.machine() in SCHED_GETATTR)
+
+
+def test_a_processor_whose_call_is_not_known_is_left_alone(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert hasten_io_threads() == 0
+
+
+def test_a_thread_of_others_may_have_any_name(context: zmq.Context[Any]) -> None:
+    """A name of more than 15 bytes is cut, maybe within a letter."""
+    expected, named, end = hasten_io_threads(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        Path("/proc/thread-self/comm").write_bytes("ein Fädchen für".encode()[:6])
+        named.set()
+        end.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert named.wait(10)
+        assert hasten_io_threads() == expected
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_a_process_without_zeromq_threads_is_left_alone() -> None:
