@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -43,6 +44,8 @@ LEVEL_FLAGS = {
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 120.0
 COMPILERS_AT_ONCE = 4
+PARTIAL = ".partial-"
+ABANDONED_AFTER_S = 10 * COMPILE_LIMIT_S
 MAX_REASON_CHARS = 300
 
 _Type = type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_float]
@@ -122,13 +125,17 @@ def _build(level: str) -> Path:
     digest = hashlib.sha256(f"{platform.machine()} {flags}".encode())
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(f"{source.name}\n".encode() + source.read_bytes())
-    directory = cache_directory()
+    try:
+        directory = cache_directory()
+    except RuntimeError as error:
+        raise NativeUnavailable(f"no home directory, and no PDSERVE_CACHE: {error}") from error
     path = directory / f"kernels-{level.lower()}-{digest.hexdigest()[:16]}.so"
     try:
         if not path.exists():
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _lock(directory):
                 if not path.exists():
+                    _clean(directory)
                     _make(path, flags)
         status = path.stat()
     except OSError as error:
@@ -142,8 +149,13 @@ def _build(level: str) -> Path:
 def _lock(directory: Path) -> Iterator[None]:
     """Only one process at a time; one that has waited for longer than a compiler may take goes on by itself."""
     held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+
+    def take() -> None:
+        with contextlib.suppress(OSError):  # a file system without such locks: then each compiles for itself
+            fcntl.flock(held, fcntl.LOCK_EX)
+
     try:
-        locking = threading.Thread(target=fcntl.flock, args=(held, fcntl.LOCK_EX), daemon=True)
+        locking = threading.Thread(target=take, daemon=True)
         locking.start()
         locking.join(COMPILE_LIMIT_S)
         yield
@@ -151,9 +163,17 @@ def _lock(directory: Path) -> Iterator[None]:
         os.close(held)
 
 
+def _clean(directory: Path) -> None:
+    """Remove what a process that was killed while it compiled has left there."""
+    for partial in directory.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S:
+                shutil.rmtree(partial)
+
+
 def _make(path: Path, flags: tuple[str, ...]) -> None:
     """Compile the sources, each by itself and a few at a time. What appears at `path` is whole."""
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as partial:
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=path.parent) as partial:
         sources = sorted(SOURCES.glob("*.c"), key=lambda source: -source.stat().st_size)
         objects = [str(Path(partial) / f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(min(COMPILERS_AT_ONCE, os.cpu_count() or 1)) as pool:
@@ -170,8 +190,9 @@ def _compile(arguments: tuple[str, ...]) -> None:
         raise NativeUnavailable("there is no C compiler (cc)")
     try:
         done = subprocess.run(
-            [compiler, *arguments], capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False
-        )
+            [compiler, *arguments], capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S,
+            check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise NativeUnavailable(f"{compiler} did not end within {COMPILE_LIMIT_S:.0f} s") from None
     if done.returncode != 0:

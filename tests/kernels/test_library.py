@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +64,92 @@ def test_those_who_start_together_compile_once(
     assert len(compiled(empty_cache)) == 1
 
 
+CHILD = """
+import pathlib, sys
+from pdserve.kernels import library
+def make(path, flags):
+    partial = pathlib.Path(library.tempfile.mkdtemp(prefix=library.PARTIAL, dir=path.parent))
+    (partial / "half.o").touch()
+    print("compiling", flush=True)
+    sys.stdin.read()
+library._make = make
+library._build("DEFAULT")
+"""
+
+
+def written(path: Path, flags: tuple[str, ...]) -> None:
+    path.touch(mode=0o600)
+
+
+def test_the_lock_of_a_killed_process_is_free_and_what_it_left_is_removed_later(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "compiling\n"
+        monkeypatch.setattr(library, "_make", written)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(library._build, "DEFAULT")
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.2)
+            child.kill()
+            made = waiting.result(timeout=30)
+    finally:
+        child.kill()
+        child.communicate(timeout=10)
+    (left,) = set(empty_cache.iterdir()) - {made}
+    made.unlink()
+    library._build("DEFAULT")
+    assert left.exists(), "it might belong to somebody who waited for too long, and compiles"
+    made.unlink()
+    os.utime(left, (0, 0))
+    library._build("DEFAULT")
+    assert list(empty_cache.iterdir()) == [made]
+
+
+def test_who_has_waited_for_longer_than_a_compiler_takes_goes_on(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "COMPILE_LIMIT_S", 0.1)
+    monkeypatch.setattr(library, "_make", written)
+    empty_cache.mkdir(parents=True)
+    held = os.open(empty_cache, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert library._build("DEFAULT").exists()
+    finally:
+        os.close(held)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_file_system_without_locks_is_no_reason_to_fail(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))  # NFS, of a directory
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(library, "_make", written)
+    assert library._build("DEFAULT").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    empty_cache.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)  # root may write anywhere else
+    with pytest.raises(NativeUnavailable, match=f"{empty_cache}: Read-only file system"):
+        open_library("DEFAULT")
+
+
+def test_a_user_without_a_home_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PDSERVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where nobody has that number
+    with pytest.raises(NativeUnavailable, match="no home directory"):
+        open_library("DEFAULT")
+
+
 @needs_compiler
 def test_other_sources_or_flags_are_another_file(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +181,7 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(
 ) -> None:
     broken = tmp_path / "bin" / "cc"
     broken.parent.mkdir()
-    broken.write_text("#!/bin/sh\necho 'no space for\nobjects' >&2; exit 3\n")
+    broken.write_bytes(b"#!/bin/sh\necho 'no space for\nobjects of \xff' >&2; exit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(broken.parent))
     with pytest.raises(NativeUnavailable, match="cc failed: no space for objects"):
