@@ -6,7 +6,7 @@ import socket
 import sys
 
 from ..engine.budget import WorstStep
-from ..engine.config import exit_with_parent, handle_termination, pin_to_cpu, run_main, setup_logging
+from ..engine.config import exit_with_parent, handle_termination, leave, pin_to_cpu, run_main, setup_logging
 from ..engine.cores import take_cores
 from ..engine.setup import build_engine
 from .config import parse_arguments
@@ -26,4 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main("pdserve.decode", main))
+    leave(run_main("pdserve.decode", main))

@@ -59,3 +59,15 @@ def test_a_process_may_have_as_many_open_files_as_its_user() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "(1000, 1000)\n"
+
+
+def test_a_process_leaves_with_its_code_and_all_it_has_said_and_takes_nothing_apart() -> None:
+    program = (
+        "import atexit, logging; from pdserve.engine.config import leave, setup_logging;"
+        "setup_logging('info', True); atexit.register(print, 'taken apart');"
+        "print('said'); logging.getLogger('x').info('logged'); leave(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert done.stdout == "said\n"
+    assert "logged" in done.stderr
