@@ -9,6 +9,7 @@ after which nobody can get it any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -29,9 +30,9 @@ def _lock(fd: int, kind: int) -> bool:
     whole_file = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
-    except (BlockingIOError, PermissionError):
-        return False
     except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
         raise RingUnavailable(f"no locks of open files here: {error.strerror}") from None
     return True
 

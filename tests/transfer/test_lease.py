@@ -12,11 +12,13 @@ from pdserve.transfer.errors import RingUnavailable
 from pdserve.transfer.lease import HeldLease, Lease
 
 
-def without_locks(fd: int, command: int, argument: object = 0) -> object:
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM], ids=["unknown", "not permitted"])
+def test_without_locks_of_open_files_there_is_no_lease_and_no_descriptor_left(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_locks(fd: int, command: int, argument: object = 0) -> object:
+        raise OSError(code, os.strerror(code))
 
-
-def test_without_locks_of_open_files_there_is_no_lease_and_no_descriptor_left(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = Lease()
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(fcntl, "fcntl", without_locks)
