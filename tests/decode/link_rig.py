@@ -42,6 +42,12 @@ class Pair:
     link: PeerLink
     counts: FrameCounts
 
+    def connect_again(self, connection: int, options: LinkOptions) -> None:
+        """Close the link and make another one, as a prefill worker does that has not heard anything for long."""
+        self.link.close()
+        context = self.intake.sockets[0].context
+        self.link = PeerLink(context, self.link.peer, PREFILL, connection, LAYOUT, FrameCounts(), options)
+
     def turn(self) -> None:
         for _ in self.intake.poll_control(DECODE):
             pass
@@ -108,11 +114,12 @@ def two_ends(directory: Path, mode: LinkMode, ring_bytes: int, theirs: LinkMode 
         options = LinkOptions(mode, "here", ring_bytes=ring_bytes)
         peer = Peer(DECODE, "here", *intake.addresses, offered(theirs or mode, False))
         link = PeerLink(context, peer, PREFILL, 1, LAYOUT, FrameCounts(), options)
+        both = Pair(intake, link, counts)
         try:
-            yield Pair(intake, link, counts)
+            yield both
             assert not counts.dropped
         finally:
-            link.close()
+            both.link.close()
             intake.close()
 
 

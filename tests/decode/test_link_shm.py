@@ -432,6 +432,30 @@ def test_memory_of_a_killed_sender_can_be_read_on_and_then_goes(
         both.until(is_gone, "decode keeps nothing of it")
 
 
+def test_a_sender_that_comes_back_again_and_again_gets_a_fresh_ring_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time with slabs under way that nobody has acknowledged."""
+    monkeypatch.setattr(intake_module, "SILENT_S", 0.1)
+    with pair(tmp_path, "shm", RING_BYTES) as both:
+        before = descriptors(), mappings()
+        for number in range(2, 12):
+            both.connect_again(number, LinkOptions("shm", "here", ring_bytes=RING_BYTES))
+            both.until(both.is_linked, "it is let in again")
+            assert ring_is_free(both, RING_BYTES)
+            both.link.send_slab(Slab("r", 1, 9, 0, 0, 1, 0, RingSpan(0, RING_BYTES)), memoryview(bytes(RING_BYTES)))
+
+        def only_one_is_left() -> bool:
+            both.intake.send_credits()
+            return len([*both.intake.poll_bulk(1 << 30)]) == 0 and (descriptors(), mappings()) == before
+
+        both.until(only_one_is_left, "decode keeps the last one only")
+        both.connect_again(12, LinkOptions("shm", "here", ring_bytes=RING_BYTES))
+        both.until(both.is_linked, "it is let in again")
+        ship(both.link, TOKENS)
+        both.take()
+
+
 READER = """
 import dataclasses, sys
 from pdserve.transfer.offers import RingOffer
