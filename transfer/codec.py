@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import msgpack
@@ -21,11 +22,12 @@ MAX_HEADER_BYTES = 64 * 1024 * 1024
 SEAL_BYTES = 8
 
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {kind: TypeAdapter(cls) for kind, cls in MESSAGES.items()}
+_names_of: Callable[[type], tuple[str, ...]] = cache(lambda cls: tuple(field.name for field in fields(cls)))
 
 
 def _plain(value: object) -> dict[str, object]:
     """msgpack hook: nested dataclasses become maps."""
-    return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+    return {name: getattr(value, name) for name in _names_of(type(value))}
 
 
 _pack: Callable[..., bytes] = msgpack.packb

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -30,7 +32,7 @@ class LayerShape:
     v_head_dim: Small
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """The canonical wire layout: per layer, all of K then all of V, contiguous, in `dtype`.
 
@@ -56,16 +58,22 @@ class KVLayout:
         scales = (shape.kv_heads * SCALE_BYTES,) * 2 if self.dtype == "int8" else ()
         return (shape.kv_heads * shape.k_head_dim * item, shape.kv_heads * shape.v_head_dim * item, *scales)
 
+    @cached_property
+    def _bytes_before(self) -> list[int]:
+        """Of a token, in the layers before each, and in all."""
+        per_layer = (sum(self.token_bytes(layer)) for layer in range(self.num_layers))
+        return list(accumulate(per_layer, initial=0))
+
     def layer_bytes_per_token(self, layer: int) -> int:
-        return sum(self.token_bytes(layer))
+        return self._bytes_before[layer + 1] - self._bytes_before[layer]
 
     def bytes_per_token_of(self, layers: range) -> int:
-        return sum(self.layer_bytes_per_token(layer) for layer in layers)
+        return self._bytes_before[layers.stop] - self._bytes_before[layers.start]
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV for one token over all layers."""
-        return self.bytes_per_token_of(range(self.num_layers))
+        return self._bytes_before[-1]
 
     def differences(self, other: KVLayout) -> Iterator[str]:
         if self.version != other.version:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
 from typing import Any
 
 import zmq
@@ -99,8 +98,6 @@ class PeerLink:
         self.bytes_sent = 0
         self._worker = worker
         self._layout = layout
-        per_layer = (layout.layer_bytes_per_token(layer) for layer in range(layout.num_layers))
-        self._bytes_before = list(accumulate(per_layer, initial=0))  # of a token, in the layers before each
         self._window_bytes = 0
         self._bytes_consumed = 0
         self._moved_at = time.monotonic()  # when there was room in the window, or room was made
@@ -162,9 +159,6 @@ class PeerLink:
         """Nothing is under way to this peer: what it has not acknowledged was lost, and shall not fill the window."""
         self._bytes_consumed = self.bytes_sent
 
-    def bytes_per_token(self, layers: range) -> int:
-        return self._bytes_before[layers.stop] - self._bytes_before[layers.start]
-
     @property
     def slab_bytes(self) -> int:
         """From this size on a slab should leave. From a device each layer does at once, for nobody waits for it."""
@@ -212,6 +206,8 @@ class PeerLink:
         for received in self._control.receive():
             self.heard_at = time.monotonic()
             match received.message:
+                case Credit() as credit:
+                    self._credited(credit)
                 case (Welcome() | HelloDenied()) if self.state is not LinkState.CONNECTING:
                     pass  # answers a hello that was repeated: a link never changes under way
                 case Welcome() as welcome:
@@ -220,8 +216,6 @@ class PeerLink:
                     self.state, self.detail = LinkState.REFUSED, reason
                     log.error("decode worker %s refused the link: %s", self.peer.worker, reason)
                     self._close_ring()
-                case Credit() as credit:
-                    self._credited(credit)
                 case Gone() | PeerHeartbeat() as message:
                     self._heard.append(message)
 
@@ -314,7 +308,7 @@ class Outgoing:
         if up_to <= first:
             return
         layers, count = range(self.next_layer, layer + 1), up_to - first
-        num_bytes = count * self.link.bytes_per_token(layers)
+        num_bytes = count * self.layout.bytes_per_token_of(layers)
         if num_bytes < self.link.slab_bytes and not last:
             return
         self._send(store, layers, blocks, first, count, num_bytes)
