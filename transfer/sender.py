@@ -100,7 +100,8 @@ class PeerLink:
         self._layout = layout
         self._window_bytes = 0
         self._bytes_consumed = 0
-        self._moved_at = time.monotonic()  # when there was room in the window, or room was made
+        self._credited_bytes = 0  # as the peer counts them
+        self._moved_at = time.monotonic()  # when there was room in the window, or that number grew
         self._due_at = 0.0
         self._heard: deque[Gone | PeerHeartbeat] = deque()  # what is for the worker
         self._ring: RingWriter | DeviceRingWriter | None = None
@@ -220,9 +221,9 @@ class PeerLink:
                     self._heard.append(message)
 
     def _credited(self, credit: Credit) -> None:
-        consumed = min(credit.consumed_bytes, self.bytes_sent)
-        if consumed > self._bytes_consumed:
-            self._bytes_consumed, self._moved_at = consumed, time.monotonic()
+        if credit.consumed_bytes > self._credited_bytes:
+            self._credited_bytes, self._moved_at = credit.consumed_bytes, time.monotonic()
+        self._bytes_consumed = max(self._bytes_consumed, min(credit.consumed_bytes, self.bytes_sent))
         if self._ring is not None:
             self._ring.free_up_to(credit.ring_position)
 

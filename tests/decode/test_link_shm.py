@@ -24,7 +24,7 @@ from pdserve.transfer.messages import Credit, Gone, Handoff, HelloDenied, Messag
 from pdserve.transfer.offers import RingSpan
 from pdserve.transfer.receiver import Receiver
 from pdserve.transfer.ring import RingReader, RingWriter
-from pdserve.transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
+from pdserve.transfer.sender import LOST_AFTER_S, LinkOptions, LinkState, Outgoing, PeerLink
 from pdserve.transfer.slab import store_slab
 from tests.decode.link_rig import (
     DECODE,
@@ -214,30 +214,50 @@ def test_credits_late_twice_or_for_what_was_never_sent_free_nothing_twice(tmp_pa
         assert both.link.room_in_ring(4 * LAYER_BYTES) is not None
 
 
+class Clock:
+    """What the sender takes for the time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(sender_module, "time", clock)
+    return clock
+
+
 def test_what_was_lost_on_the_way_fills_neither_window_nor_ring_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode hears of less than was sent, and prompts go on being under way, so the link is never idle."""
     monkeypatch.setattr(intake_module, "WINDOW_BYTES", LAYER_BYTES)
-    monkeypatch.setattr(sender_module, "LOST_AFTER_S", 0.1)
     with pair(tmp_path, "shm", RING_BYTES) as both:
+        both.link.tick([])
         for _ in range(4):
             room = both.link.room_in_ring(LAYER_BYTES)
             assert room is not None
             lost = memoryview(bytes(LAYER_BYTES))
             both.link.send_slab(Slab("lost", 1, 9, 0, 0, 1, 0, RingSpan(0, 1)), lost)
-        assert not both.link.has_room
         heard = 0
 
         def turn() -> bool:
             nonlocal heard
             heard += len([*both.intake.poll_bulk(1 << 30)])
             both.intake.send_credits()
-            both.link.tick([("r", 1)])
-            return both.link.has_room
+            return heard == 4 and both.link.sockets[1].poll(0) == 0
 
-        both.until(turn, "what will never come is waited for no longer")
-        assert heard == 4
+        both.until(turn, "decode has told what it has heard of")
+        clock.now += LOST_AFTER_S
+        both.link.tick([("r", 1)])
+        assert not both.link.has_room
+        clock.now += 0.1
+        both.link.tick([("r", 1)])
+        assert both.link.has_room
         assert both.link.room_in_ring(1) is None
         ship(both.link, TOKENS)
         both.take()
@@ -245,16 +265,26 @@ def test_what_was_lost_on_the_way_fills_neither_window_nor_ring_for_ever(
         both.until(lambda: ring_is_free(both, RING_BYTES), "a handoff speaks for all that was sent before it")
 
 
-def test_a_full_window_whose_credits_come_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "WINDOW_BYTES", 1)
+def test_a_slow_peer_whose_credits_come_is_not_taken_for_deaf(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if it once was."""
+    monkeypatch.setattr(intake_module, "WINDOW_BYTES", 4)
     with pair(tmp_path, "shm", RING_BYTES) as both:
-        ship(both.link, TOKENS)
-        for _ in range(20):
+        both.link.tick([])
+        both.link.send_slab(Slab("r", 1, 9, 0, 0, 1, 0, RingSpan(0, 4)), memoryview(bytes(4)))
+        clock.now += LOST_AFTER_S + 0.1
+        both.link.tick([("r", 1)])
+        assert both.link.has_room, "nothing came"
+        both.link.send_slab(Slab("r", 1, 9, 0, 0, 1, 0, RingSpan(0, 4)), memoryview(bytes(4)))
+        for consumed_bytes in range(1, 5):
+            clock.now += LOST_AFTER_S - 0.1
+            say(both, Credit(consumed_bytes, 0))
             both.link.tick([("r", 1)])
-        assert not both.link.has_room
-        both.take()
-        both.intake.send_credits()
-        both.until(lambda: both.link.has_room, "it was taken in")
+            assert not both.link.has_room
+        say(both, Credit(5, 0))
+        assert both.link.has_room
+        both.until(lambda: len([*both.intake.poll_bulk(1 << 30)]) > 0, "they are here")
 
 
 def test_every_peer_of_many_is_served_and_no_turn_takes_more_than_its_budget_and_a_slab(tmp_path: Path) -> None:
@@ -386,7 +416,7 @@ import sys, zmq
 from pdserve.transfer.channel import FrameCounts
 from pdserve.transfer.layout import KVLayout, LayerShape
 from pdserve.transfer.messages import Peer, Slab
-from pdserve.transfer.sender import LinkOptions, LinkState, PeerLink
+from pdserve.transfer.sender import LOST_AFTER_S, LinkOptions, LinkState, PeerLink
 layout = KVLayout("f", "float32", (LayerShape(2, 16, 16),) * 5 + (LayerShape(1, 7, 3),))
 peer = Peer(sys.argv[1], "here", sys.argv[2], sys.argv[3], ["shm"])
 link = PeerLink(zmq.Context(), peer, sys.argv[4], 1, layout, FrameCounts(), LinkOptions("shm", "here"))
