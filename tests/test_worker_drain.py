@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.prefill.worker import PrefillWorker
 from pdserve.transfer.messages import Cancel, Drain, Failed, FirstTokens, Leaving, Message, Reserved
 from tests.engine.tiny_models import build, prompts, reference
 from tests.test_worker_pair import dispatch
@@ -42,11 +41,12 @@ def left(rig: Rig, worker: str) -> bool:
     return any(isinstance(message, Leaving) and sender == worker for sender, message in rig.received)
 
 
-def until_left(rig: Rig, worker: str, timeout_s: float = 20.0) -> None:
+def until_left(rig: Rig, worker: str) -> None:
+    """Long before the 30 s are over that it may drain."""
     number = int(worker.partition("#")[0].rpartition("-")[2])
     entry = rig.workers[number]
     rig.workers.remove(entry)  # the rig takes the end of a worker for a fault
-    rig.until(lambda: left(rig, worker), f"{worker} leaves", timeout_s)
+    rig.until(lambda: left(rig, worker), f"{worker} leaves", 20.0)
     entry[1].join(5)
     assert not entry[1].is_alive()
 
@@ -76,10 +76,10 @@ def test_a_draining_decode_worker_finishes_its_streams_and_refuses_new_ones(rig:
 
 def test_a_draining_prefill_worker_finishes_its_prompts_and_refuses_new_ones(rig: Rig, golden: list[int]) -> None:
     prefill, decode = rig.pair(chunk_tokens=1)
-    dispatch(rig, "a", PROMPT, prefill, decode, max_tokens=60)
-    worker = next(worker for worker, _ in rig.workers if isinstance(worker, PrefillWorker))
-    rig.until(lambda: ("a", 1) in worker._members.owner, "prefill is at it")  # no heartbeat need fall into that time
-    begin(rig, prefill)
+    with rig.held_up(prefill):
+        dispatch(rig, "a", PROMPT, prefill, decode, max_tokens=60)
+        rig.until(lambda: ("a", 1) in rig.heartbeats[prefill].live, "prefill is at it")
+        begin(rig, prefill)
     dispatch(rig, "b", LONG, prefill, decode)
     rig.wait_for(Failed, "b")
     rig.live.discard(("b", 1))
@@ -97,7 +97,7 @@ def test_the_word_of_a_gateway_makes_a_worker_drain_and_leave(rig: Rig) -> None:
     decode = rig.start_decode()
     rig.until(lambda: decode in rig.heartbeats, "it beats")
     rig.send(decode, Drain())
-    until_left(rig, decode, timeout_s=2.0)
+    until_left(rig, decode)
 
 
 def test_a_worker_leaves_only_when_its_gateway_wants_nothing_of_it_any_more(rig: Rig) -> None:
@@ -111,14 +111,14 @@ def test_a_worker_leaves_only_when_its_gateway_wants_nothing_of_it_any_more(rig:
         rig.pump()
         assert not left(rig, prefill), "the gateway still lists a"
     rig.live.clear()
-    until_left(rig, prefill, timeout_s=2.0)
+    until_left(rig, prefill)
 
 
 def test_a_gateway_that_never_answers_is_not_waited_for_by_a_worker_that_holds_nothing(rig: Rig) -> None:
     decode = rig.start_decode()
     rig.until(lambda: decode in rig.heartbeats, "it beats")
     begin(rig, decode)
-    until_left(rig, decode, timeout_s=3.0)
+    until_left(rig, decode)
 
 
 def test_a_reservation_that_prefill_fills_is_finished_by_a_draining_decode_worker(

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.engine.budget import WorstStep
 from pdserve.engine.graphs import DecodeGraphs, call_again
+from pdserve.transfer.messages import FirstTokens, Reserved
 from tests.engine.tiny_models import build, prompts, reference
 from tests.test_worker_pair import dispatch, settle
 from tests.worker_rig import Rig, engine, reserve_message
@@ -30,13 +31,20 @@ def test_replayed_steps_give_the_text_of_generate(local: bool, tmp_path: Path, m
     try:
         if local:
             decode = rig.start_decode(max_sequences=3)
-            for i, prompt in enumerate(several):
-                rig.live.add((f"r{i}", 1))
-                rig.send(decode, reserve_message(f"r{i}", prompt))
+            with rig.held_up(decode):
+                for i, prompt in enumerate(several):
+                    rig.live.add((f"r{i}", 1))
+                    rig.send(decode, reserve_message(f"r{i}", prompt))
+                for i in range(3):
+                    rig.wait_for(Reserved, f"r{i}")
         else:
             prefill, decode = rig.pair(max_sequences=3)
-            for i, prompt in enumerate(several):
-                dispatch(rig, f"r{i}", prompt, prefill, decode)
+            with rig.held_up(decode):
+                for i in range(3):
+                    dispatch(rig, f"r{i}", several[i], prefill, decode)
+                for i in range(3):
+                    rig.wait_for(FirstTokens, f"r{i}")
+            dispatch(rig, "r3", several[3], prefill, decode)
         rig.until(lambda: all(rig.finished(f"r{i}") for i in range(4)), "all have finished")
         model = build("llama")
         assert [rig.tokens(f"r{i}")[0] for i in range(4)] == [reference(model, prompt, 10) for prompt in several]

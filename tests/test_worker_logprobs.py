@@ -136,8 +136,10 @@ def test_a_row_that_asks_does_not_make_its_neighbours_pay_or_differ(rig: Rig) ->
 @pytest.mark.parametrize(("preemption", "swap_bytes"), [("recompute", 0), ("swap", 1 << 20)])
 def test_preemption_keeps_every_entry(rig: Rig, preemption: str, swap_bytes: int) -> None:
     decode = rig.start_decode(num_blocks=25, preemption=preemption, swap_bytes=swap_bytes)
-    for i, prompt in enumerate(PROMPTS):
-        dispatch(rig, f"r{i}", prompt, decode, params=params(prompt_logprobs=0))
+    with rig.held_up(decode):
+        for i, prompt in enumerate(PROMPTS):
+            dispatch(rig, f"r{i}", prompt, decode, params=params(prompt_logprobs=0))
+        rig.until(lambda: len(rig.heartbeats[decode].live) == 3, "all are there before the first has gone")
     rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
     assert rig.metric(decode, "pdserve_preemptions_total") > 0
     for i, prompt in enumerate(PROMPTS):

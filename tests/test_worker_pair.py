@@ -1,19 +1,15 @@
 """A prefill and a decode worker, driven from the gateway's end: exact tokens, exact bytes, nothing left behind."""
 
 import itertools
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.setup import Engine
 from pdserve.transfer.messages import Cancel, Failed, FirstTokens, Gone, Peer, Peers, Reserved
 from tests.engine.tiny_models import build, prompts, reference
-from tests.worker_rig import WAIT_S, Rig, engine, prefill_message, reserve_message
+from tests.worker_rig import WAIT_S, Rig, prefill_message, reserve_message
 
 PROMPTS = prompts([50, 3, 33])
 LONG = prompts([200])[0]
@@ -154,9 +150,11 @@ def test_preemption_does_not_change_a_token(
     rig: Rig, golden: list[list[int]], preemption: str, swap_bytes: int
 ) -> None:
     decode = rig.start_decode(num_blocks=25, preemption=preemption, swap_bytes=swap_bytes)
-    for i, prompt in enumerate(PROMPTS):
-        rig.live.add((f"r{i}", 1))
-        rig.send(decode, reserve_message(f"r{i}", prompt))
+    with rig.held_up(decode):
+        for i, prompt in enumerate(PROMPTS):
+            rig.live.add((f"r{i}", 1))
+            rig.send(decode, reserve_message(f"r{i}", prompt))
+        rig.until(lambda: len(rig.heartbeats[decode].live) == 3, "all are there before the first has gone")
     rig.until(lambda: all(rig.finished(f"r{i}") for i in range(3)), "all have finished")
     assert [rig.tokens(f"r{i}")[0] for i in range(3)] == golden
     assert rig.metric(decode, "pdserve_preemptions_total") > 0
@@ -169,7 +167,9 @@ def num_attempts(rig: Rig, prefill: str, decode: str, golden: list[list[int]]) -
     ends = {f"r{next(_numbers)}": (i, 1) for i in range(3)}
     for name, (i, _) in ends.items():
         dispatch(rig, name, PROMPTS[i], prefill, decode)
+    deadline = time.monotonic() + WAIT_S
     while not all(rig.finished(name, attempt) for name, (_, attempt) in ends.items()):
+        assert time.monotonic() < deadline, "all have finished"
         rig.pump()
         for failed in [m for _, m in rig.received if isinstance(m, Failed)]:
             i, attempt = ends[failed.request]
@@ -206,64 +206,39 @@ def test_choices_are_prefilled_and_sent_once(rig: Rig, golden: list[list[int]]) 
     settle(rig, prefill, decode)
 
 
-def slow_engine(num_blocks: int, block_size: int) -> Engine:
-    """A prefill worker that takes a few milliseconds over every chunk, so that heartbeats pass while it is at it."""
-    made = engine(num_blocks, block_size)
-    gather = made.cache.gather
-
-    def slowly(*place: Any) -> tuple[memoryview, int]:
-        time.sleep(0.005)
-        return gather(*place)
-
-    made.cache.gather = slowly  # type: ignore[method-assign]
-    return made
-
-
 @pytest.mark.parametrize("explicit", [True, False], ids=["cancelled", "unlisted"])
 def test_an_unwanted_attempt_is_dropped_on_both_sides(rig: Rig, explicit: bool) -> None:
-    rig.engine = slow_engine
-    prefill, decode = rig.pair(chunk_tokens=1)
-    dispatch(rig, "a", LONG, prefill, decode)
-    rig.live.clear()
-    if explicit:
-        rig.send(decode, Cancel("a", 1))
-        rig.send(prefill, Cancel("a", 1))
-    settle(rig, prefill, decode)
+    prefill, decode = rig.pair()
+    with rig.held_up(prefill):
+        dispatch(rig, "a", LONG, prefill, decode)
+        rig.until(lambda: rig.heartbeats[prefill].running == 1, "prefill is at it")
+        rig.live.clear()
+        if explicit:
+            rig.send(decode, Cancel("a", 1))
+            rig.send(prefill, Cancel("a", 1))
+        settle(rig, prefill, decode)
     assert not rig.finished("a")
 
 
 def test_a_cancel_at_decode_alone_stops_prefill_too(rig: Rig) -> None:
-    prefill, decode = rig.pair(chunk_tokens=1)
-    dispatch(rig, "a", LONG, prefill, decode)
-    rig.send(decode, Cancel("a", 1))
-    failed = rig.wait_for(Failed, "a")
-    assert isinstance(failed, Failed)
-    assert (failed.reason, failed.retryable) == ("gone", True)
-    settle(rig, prefill, decode)
+    prefill, decode = rig.pair()
+    with rig.held_up(prefill):
+        dispatch(rig, "a", LONG, prefill, decode)
+        rig.send(decode, Cancel("a", 1))
+        failed = rig.wait_for(Failed, "a")
+        assert isinstance(failed, Failed)
+        assert (failed.reason, failed.retryable) == ("gone", True)
+        settle(rig, prefill, decode)
 
 
 def test_a_reservation_does_not_wait_for_the_end_of_a_step(rig: Rig, golden: list[list[int]]) -> None:
     decode = rig.start_decode()
-    worker, _ = rig.workers[0]
-    assert isinstance(worker, DecodeWorker)
-    runner, reserved = worker._stepper._runner, threading.Event()
-    on_layer = runner.on_layer
-
-    def linger(layer: int) -> None:
-        """As long as a step that takes seconds."""
-        on_layer(layer)
-        until = time.monotonic() + WAIT_S
-        while not reserved.is_set() and time.monotonic() < until:
-            time.sleep(0.005)
-            on_layer(layer)
-
-    runner.on_layer = linger
-    for i, prompt in enumerate(PROMPTS[:2]):
-        rig.live.add((f"r{i}", 1))
-        rig.send(decode, reserve_message(f"r{i}", prompt))
-        rig.wait_for(Reserved, f"r{i}")
-    assert not rig.tokens("r0"), "its step still runs"
-    reserved.set()
+    with rig.held_up(decode):
+        for i, prompt in enumerate(PROMPTS[:2]):
+            rig.live.add((f"r{i}", 1))
+            rig.send(decode, reserve_message(f"r{i}", prompt))
+            rig.wait_for(Reserved, f"r{i}")
+        assert not rig.tokens("r0"), "its step still runs"
     rig.until(lambda: bool(rig.finished("r0") and rig.finished("r1")), "both have finished")
     assert [rig.tokens(f"r{i}")[0] for i in range(2)] == golden[:2]
     settle(rig, decode)
@@ -308,19 +283,19 @@ def test_a_resumed_request_goes_on_from_its_tokens(rig: Rig, golden: list[list[i
 
 
 def test_prefill_fails_an_attempt_whose_decode_worker_has_left(rig: Rig) -> None:
-    rig.engine = slow_engine
-    prefill, decode = rig.pair(chunk_tokens=1)
-    dispatch(rig, "a", LONG, prefill, decode)
-    rig.until(lambda: rig.heartbeats[prefill].running == 1, "prefill is at it")
-    rig.send(prefill, Peers([]))
-    failed = rig.wait_for(Failed, "a")
-    assert isinstance(failed, Failed)
-    assert (failed.reason, failed.retryable) == ("link_lost", True)
-    settle(rig, prefill)
+    prefill, decode = rig.pair()
+    with rig.held_up(prefill):
+        dispatch(rig, "a", LONG, prefill, decode)
+        rig.until(lambda: rig.heartbeats[prefill].running == 1, "prefill is at it")
+        rig.send(prefill, Peers([]))
+        failed = rig.wait_for(Failed, "a")
+        assert isinstance(failed, Failed)
+        assert (failed.reason, failed.retryable) == ("link_lost", True)
+        settle(rig, prefill)
 
 
 def test_a_silent_gateway_is_dropped_with_its_work_and_joined_again(rig: Rig) -> None:
-    prefill, decode = rig.pair(chunk_tokens=1, death_bound_s=1.0)
+    prefill, decode = rig.pair(death_bound_s=2.0)
     first = rig.identity[decode]
     rig.live.add(("a", 1))
     rig.send(decode, reserve_message("a", LONG, prefill))

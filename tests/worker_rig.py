@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
@@ -36,7 +37,7 @@ from pdserve.transfer.reports import Link
 from pdserve.transfer.sampling_params import SamplingParams
 from tests.engine.tiny_models import build, load
 
-WAIT_S = 20.0
+WAIT_S = 40.0
 
 
 def engine(num_blocks: int, block_size: int) -> Engine:
@@ -113,7 +114,8 @@ class Rig:
         return self.wait_registered(name)
 
     def wait_registered(self, name: str) -> str:
-        self.until(lambda: any(w.startswith(name + "#") for w in self.registered), f"{name} registers")
+        """Until it has registered, and sent a heartbeat."""
+        self.until(lambda: any(w.startswith(name + "#") for w in self.heartbeats), f"{name} registers")
         return next(w for w in self.registered if w.startswith(name + "#"))
 
     def pair(self, **change: object) -> tuple[str, str]:
@@ -138,6 +140,30 @@ class Rig:
 
     def links(self, prefill: str) -> list[Link]:
         return self.heartbeats[prefill].links if prefill in self.heartbeats else []
+
+    @contextmanager
+    def held_up(self, name: str) -> Iterator[None]:
+        """While the block lasts, a step of this worker does not come to its end, as if it took seconds: so what is
+        said meanwhile comes in the middle of it, however fast anybody is."""
+        worker = next(worker for worker, _ in self.workers if worker._members.worker == name)
+        if isinstance(worker, DecodeWorker):
+            runner, look = worker._stepper._runner, worker._between_layers
+        else:
+            runner, look = worker._runner, worker._look_up
+        on_layer, over = runner.on_layer, threading.Event()
+
+        def linger(layer: int) -> None:
+            on_layer(layer)
+            until = time.monotonic() + WAIT_S
+            while not over.wait(0.005) and time.monotonic() < until:
+                look()  # raises when nobody wants the step any more
+
+        runner.on_layer = linger
+        try:
+            yield
+        finally:
+            runner.on_layer = on_layer
+            over.set()
 
     # --- the gateway's end -----------------------------------------------------------------------------------
 
