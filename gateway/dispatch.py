@@ -15,6 +15,7 @@ from .elastic import Choice, Where, choose, forced
 from .limits import AdmissionQueue, Turn
 from .pool import Pool
 from .router import Ask, LocalPrefillMode, Policy, prefix_chain
+from .serving import Pairs, decode_alone, is_starting, pairs
 from .worker import Leg, Owner, Worker, at_decode, at_prefill, pair_load
 
 BACKLOG_S = 0.25  # of prompts that may stand at a worker, beside the one it computes and the one after that
@@ -24,7 +25,7 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class NoWorkers(Exception):
-    """No set of workers that could serve the model is registered and ready."""
+    """No set of workers that could serve the model is registered and ready, or will be in a moment."""
 
 
 class Overloaded(Exception):
@@ -165,8 +166,13 @@ class Dispatcher:
         return prefix_chain(prompt, cache_salt)
 
     @property
+    def _alone(self) -> bool:
+        """May decode workers serve where no prefill worker can?"""
+        return self._mode == "auto"
+
+    @property
     def can_serve(self) -> bool:
-        return bool(self.pool.pairs(self.model, alone=self._mode == "auto"))
+        return bool(pairs(self.pool.of(self.model), alone=self._alone))
 
     async def place(self, wanted: Wanted, timeout_s: float) -> Placement:
         """Wait in the queue for a place. Raises QueueFull or TimeoutError; of first attempts also Overloaded and
@@ -200,47 +206,48 @@ class Dispatcher:
         which `max_tokens` says little and requests of late say more."""
         if wanted.attempt > 1:
             return Turn(rank_tokens(0, wanted.first_seen, wanted.priority), wanted.client, 0.0, known=True)
-        mine = (worker for worker in self.pool.workers.values() if worker.model == self.model)
-        cached = max((worker.prefixes.overlap_tokens(wanted.chain) for worker in mine), default=0)
+        workers = self.pool.of(self.model)
+        cached = max((worker.prefixes.overlap_tokens(wanted.chain) for worker in workers), default=0)
         output = min(wanted.output_tokens, self._output_tokens or wanted.output_tokens)
         missing = max(wanted.num_tokens - cached, 0)
         rank = rank_tokens(missing, wanted.first_seen, wanted.priority)
         length = length_tokens(missing, wanted.priority)
         return Turn(rank, wanted.client, missing + max(output, 1.0), length=length)
 
-    def _candidates(self, wanted: Wanted) -> list[tuple[Worker, Worker | None]]:
-        """Pairs that could serve the attempt if they had room."""
-        alone = self._mode == "auto"
-        pairs = self.pool.decode_alone(self.model) if wanted.spread else self.pool.pairs(self.model, alone=alone)
+    def _candidates(self, wanted: Wanted) -> Pairs:
+        """Pairs that could serve the attempt if they had room; no pair where it is worth while to wait for one. Raises
+        NoWorkers, or PromptTooLong."""
+        workers = self.pool.of(self.model)
+        found = decode_alone(workers) if wanted.spread else pairs(workers, alone=self._alone)
         # If none can ever hold it, one of them says so: with its own numbers.
-        pairs = [(d, p) for d, p in pairs if d.capacity_tokens >= wanted.max_tokens] or pairs
+        found = [(d, p) for d, p in found if d.capacity_tokens >= wanted.max_tokens] or found
         if wanted.spread:
-            return pairs
-        if not pairs and wanted.attempt == 1:
+            return found
+        if not found and wanted.attempt == 1 and not is_starting(workers, alone=self._alone, now=self.clock()):
             raise NoWorkers
-        fitting = [(d, p) for d, p in pairs if p is None or p.capacity_tokens >= wanted.num_tokens]
-        if fitting or not pairs:
+        fitting = [(d, p) for d, p in found if p is None or p.capacity_tokens >= wanted.num_tokens]
+        if fitting or not found:
             return fitting
         if self._mode == "never":
             raise PromptTooLong(f"{wanted.num_tokens} tokens do not fit the KV pool of any prefill worker")
-        return self.pool.decode_alone(self.model)
+        return decode_alone(workers)
 
     def _claim(self, wanted: Wanted) -> Placement | None:
         """A place for the attempt right now, or None."""
-        pairs = [(d, p) for d, p in self._candidates(wanted) if self._takes_one_more(d)]
-        if wanted.suspect and any(not d.legs for d, _ in pairs):
-            pairs = [(d, p) for d, p in pairs if not d.legs]
-        workers = {w.id: w for pair in pairs for w in pair if w is not None}
+        found = [(d, p) for d, p in self._candidates(wanted) if self._takes_one_more(d)]
+        if wanted.suspect and any(not d.legs for d, _ in found):
+            found = [(d, p) for d, p in found if not d.legs]
+        workers = {w.id: w for pair in found for w in pair if w is not None}
         missing = {
             name: wanted.num_tokens - min(worker.prefixes.overlap_tokens(wanted.chain), wanted.num_tokens)
             for name, worker in workers.items()
         }
         can = {name for name, worker in workers.items() if self._may_compute(worker, missing[name])}
-        open_pairs = [(d, p) for d, p in pairs if (p or d).id in can]
-        if not pairs or (not open_pairs and pairs[0][1] is None):
+        open_pairs = [(d, p) for d, p in found if (p or d).id in can]
+        if not found or (not open_pairs and found[0][1] is None):
             return None
-        decode, prefill = self._best(open_pairs or pairs, wanted, missing)
-        helpers = {d.id: d for d, _ in pairs if d.id in can}
+        decode, prefill = self._best(open_pairs or found, wanted, missing)
+        helpers = {d.id: d for d, _ in found if d.id in can}
         choice = self._choose(wanted, decode, prefill, helpers, missing)
         if choice.where == "prefill" and not open_pairs:
             return None  # it is worth while to wait for it
@@ -262,12 +269,12 @@ class Dispatcher:
         return Placement(self.pool, decode, decode_leg, prefill, prefill_leg, how, choice, self.clock())
 
     def _best(
-        self, pairs: Sequence[tuple[Worker, Worker | None]], wanted: Wanted, missing: Mapping[str, int]
+        self, found: Pairs, wanted: Wanted, missing: Mapping[str, int]
     ) -> tuple[Worker, Worker | None]:
         """The pair that the policy takes."""
-        by_name = {(d.id, p.id if p else ""): (d, p) for d, p in pairs}
+        by_name = {(d.id, p.id if p else ""): (d, p) for d, p in found}
         overlap = {name: wanted.num_tokens - tokens for name, tokens in missing.items()}
-        loads = [pair_load(d, p) for d, p in pairs]
+        loads = [pair_load(d, p) for d, p in found]
         chosen = self._policy(loads, Ask(wanted.num_tokens, self._turn, overlap))
         return by_name[chosen.decode.worker, chosen.prefill.worker if chosen.prefill else ""]
 

@@ -14,7 +14,6 @@ work, if it is back within `RECONNECT_S`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -411,23 +410,13 @@ class Pool:
             self.send(worker, Cancel(leg.request, leg.attempt))
         self._changed()
 
-    # --- who could serve -----------------------------------------------------------------------------------------
+    # --- who is here ---------------------------------------------------------------------------------------------
+
+    def of(self, model: str) -> list[Worker]:
+        return [w for w in self.workers.values() if w.model == model]
 
     def by_role(self, role: str, model: str | None = None) -> Iterable[Worker]:
         return (w for w in self.workers.values() if w.register.role == role and model in (None, w.model))
-
-    def pairs(self, model: str, *, alone: bool) -> list[tuple[Worker, Worker | None]]:
-        """Ready decode workers of the model with each ready prefill worker linked to them. If nothing at all is linked:
-        decode workers alone, provided that is allowed (`alone`)."""
-        decode = [w for w in self.by_role("decode", model) if w.takes_work]
-        prefill = [w for w in self.by_role("prefill", model) if w.takes_work]
-        linked: list[tuple[Worker, Worker | None]] = [
-            (d, p) for d, p in itertools.product(decode, prefill) if p.is_linked_to(d)
-        ]
-        return linked if linked or not alone else self.decode_alone(model)
-
-    def decode_alone(self, model: str) -> list[tuple[Worker, Worker | None]]:
-        return [(w, None) for w in self.by_role("decode", model) if w.takes_work]
 
     def is_free(self, prefill: Worker | None) -> bool:
         return prefill is None or self._clock() >= prefill.busy_until

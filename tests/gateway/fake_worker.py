@@ -88,6 +88,7 @@ class FakeWorker:
     families: list[Family] = field(default_factory=list)
     queued_tokens: int = 0
     draining: bool = False
+    link_state: str = "linked"  # of a prefill worker's links to the decode workers that it hears of from now on
     pid: int = 0  # 0: one of its own
 
     def __post_init__(self) -> None:
@@ -144,8 +145,9 @@ class FakeWorker:
 
     @property
     def speed(self) -> Speed:
-        """Nothing is known but that prefill is faster with a prompt alone: so that it gets those."""
-        return Speed(lone_tokens_per_s=1000.0 if self.role == "prefill" else 100.0)
+        """Prefill is so much faster that it gets all prompts, however late decode answers."""
+        tokens_per_s = 1000.0 if self.role == "prefill" else 1.0
+        return Speed(prompt_tokens_per_s=tokens_per_s, lone_tokens_per_s=tokens_per_s)
 
     def beat(self) -> None:
         speed = self.speed
@@ -169,7 +171,8 @@ class FakeWorker:
             case Drain():
                 self.draining = True
             case Peers():
-                self.decode_links = [Link(p.worker, "zmq", "linked", "", 0) for p in message.decode]
+                link = "zmq" if self.link_state == "linked" else ""
+                self.decode_links = [Link(p.worker, link, self.link_state, "", 0) for p in message.decode]
             case Cancel(choice=None) | Gone():
                 self.live.discard((message.request, message.attempt))
 

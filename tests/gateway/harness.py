@@ -19,10 +19,12 @@ from pdserve.gateway.membership import ModelIdentity
 from pdserve.gateway.pool import Pool
 from pdserve.gateway.request import Job, Request
 from pdserve.gateway.router import POLICIES
-from pdserve.transfer.messages import TokenLogprobs
+from pdserve.gateway.serving import pairs
+from pdserve.transfer.messages import GatewayHeartbeat, TokenLogprobs
 from pdserve.transfer.sampling_params import SamplingParams
 from tests.gateway.fake_worker import FINGERPRINT, MODEL, FakeDecode, FakePrefill, FakeWorker, token_at
 
+SETTLE_TURNS = 40
 NO_OBJECTIVES = Objectives()
 IDENTITY = ModelIdentity(MODEL, "/models/m", FINGERPRINT)
 
@@ -95,7 +97,7 @@ class System:
         return decode, prefill
 
     async def linked(self, count: int, model: str = MODEL) -> None:
-        await until(lambda: sum(p is not None for _, p in self.pool.pairs(model, alone=False)) == count)
+        await until(lambda: len(pairs(self.pool.of(model), alone=False)) == count)
 
     async def ready(self, count: int) -> None:
         await until(lambda: sum(w.ready for w in self.pool.workers.values()) == count)
@@ -114,12 +116,25 @@ class System:
     def num_legs(self) -> int:
         return sum(len(w.legs) for w in self.pool.workers.values())
 
+    async def settled(self) -> None:
+        """Whatever would be sent has been sent and has arrived: for many turns of every loop nothing is new."""
+
+        def seen() -> tuple[int, ...]:
+            heard = (sum(not isinstance(m, GatewayHeartbeat) for m in worker.received) for worker in self.workers)
+            return self.num_legs, len(self.dispatcher.queue), *heard
+
+        same, before = 0, seen()
+        async with asyncio.timeout(20.0):
+            while same < SETTLE_TURNS:
+                await asyncio.sleep(0.005)
+                same, before = (same + 1 if seen() == before else 0), seen()
+
     async def idle(self) -> None:
         """Nothing is placed anywhere, and every worker that still runs knows it."""
         await until(lambda: self.num_legs == 0 and not any(w.live for w in self.workers if not w.killed))
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Wait for a condition of another task's making; fails the test when it does not come true."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -132,7 +147,7 @@ def expected(prompt_tokens: int, count: int) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def running_system(
-    directory: Path, *, max_queue: int = 100, queue_timeout_s: float = 5.0, local_prefill: str = "auto",
+    directory: Path, *, max_queue: int = 100, queue_timeout_s: float = 30.0, local_prefill: str = "auto",
     death_bound_s: float = 1.0, policy: str = "prefix_aware", address: str = "",
     objectives: Objectives = NO_OBJECTIVES, models: Sequence[ModelIdentity] = (IDENTITY,),
     clock: Callable[[], float] = time.monotonic,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.gateway.api.errors import ApiError
+from pdserve.gateway.serving import pairs
 from pdserve.transfer.messages import Failed, Prefill, Reserve
 from tests.gateway.harness import System, expected, running_system, until
 
@@ -108,7 +109,7 @@ async def test_prompt_at_a_draining_prefill_worker_is_finished_there_and_the_nex
     await until(lambda: first.of(Prefill) or second.of(Prefill))
     holder, other = (first, second) if first.of(Prefill) else (second, first)
     holder.draining = True
-    await until(lambda: len(system.pool.pairs("m", alone=True)) == 1)
+    await until(lambda: len(pairs(system.pool.of("m"), alone=True)) == 1)
     await asyncio.sleep(0.3)
     assert request.attempt == 1
     decode.start((request.id, 1))
