@@ -15,8 +15,6 @@ from pdserve.transfer.messages import FirstTokens, Prefill, Reserve
 from tests.gateway.fake_worker import FakePrefill, token_at
 from tests.gateway.harness import System, expected, running_system, until
 
-SETTLE_S = 0.3  # for whatever will be sent to arrive
-
 Tasks = list[asyncio.Task[None]]
 
 
@@ -26,7 +24,7 @@ async def open_requests(system: System, *prompt_tokens: int, client: str = "") -
     requests = [system.request(prompt_tokens=count, client=client)[0] for count in prompt_tokens]
     tasks = [asyncio.create_task(request.run()) for request in requests]
     try:
-        await asyncio.sleep(SETTLE_S)
+        await system.settled()
         yield tasks
     finally:
         for task in tasks:
@@ -120,7 +118,7 @@ async def test_request_that_has_waited_too_long_to_start_in_time_is_refused_then
             error = await refusal(system)
             assert (error.status, error.code) == (503, "overloaded")
             assert int(error.headers["Retry-After"]) >= 1
-            assert asyncio.get_running_loop().time() - started < 2.0, "long before the queue's time limit"
+            assert asyncio.get_running_loop().time() - started < 10.0, "long before the queue's time limit"
 
 
 async def test_decode_runs_no_more_at_once_than_get_their_tokens_in_time(tmp_path: Path) -> None:
@@ -146,7 +144,7 @@ async def test_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
 
 
 async def test_time_limit_of_the_queue_is_kept_and_says_when_to_come_back(tmp_path: Path) -> None:
-    async with running_system(tmp_path, local_prefill="never", queue_timeout_s=0.3) as system:
+    async with running_system(tmp_path, local_prefill="never", queue_timeout_s=1.5) as system:
         decode, prefill = await system.pair()
         prefill.answering = False
         async with open_requests(system, *[40] * BACKLOG_PROMPTS):
@@ -155,7 +153,7 @@ async def test_time_limit_of_the_queue_is_kept_and_says_when_to_come_back(tmp_pa
             assert (error.status, error.code) == (503, "queue_timeout")
             assert 1 <= int(error.headers["Retry-After"]) <= 60
             finish_prefill(prefill, 0)
-            await asyncio.sleep(0.1)
+            await system.settled()
             assert len(decode.of(Reserve)) == asked, "what ran out of time is never sent anywhere"
 
 
@@ -165,7 +163,7 @@ async def test_quiet_client_is_served_next_while_another_one_has_many_waiting(tm
         prefill.answering = False
         async with open_requests(system, *[40] * 50, client="busy"):
             quiet = asyncio.create_task(system.request(client="quiet", prompt_tokens=17)[0].run())
-            await asyncio.sleep(SETTLE_S)
+            await system.settled()
             for number in range(2):
                 finish_prefill(prefill, number)
                 await until(lambda wanted=BACKLOG_PROMPTS + number + 1: len(prefill.of(Prefill)) >= wanted)
@@ -185,6 +183,6 @@ async def test_client_that_goes_away_leaves_nothing_in_the_queue(tmp_path: Path)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert loop.time() - started < 5.0
+            assert loop.time() - started < 15.0
             assert len(system.dispatcher.queue) == 0
         assert len(decode.of(Reserve)) == BACKLOG_PROMPTS

@@ -240,21 +240,21 @@ def test_addresses_of_one_network_are_one_client() -> None:
 
 
 async def test_a_request_that_takes_too_long_is_a_504_and_both_legs_are_cancelled(sites: Sites) -> None:
-    async with sites(request_timeout_s=0.3) as site:
+    async with sites(request_timeout_s=1.0) as site:
         decode = site.system.decode()
         prefill = site.system.prefill(answering=False)
         await site.system.linked(1)
         answer = await complete(site, stream=True)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (504, "timeout")
-        assert "0.3 s" in error["message"]
+        assert "1 s" in error["message"]
         assert len(prefill.of(Prefill)) == len(decode.of(Reserve)) == 1
         await site.system.idle()
         assert await site.metric('pdserve_requests_total{outcome="timeout"}') == 1
 
 
 async def test_a_stream_that_takes_too_long_ends_with_an_error_after_the_tokens_that_came(sites: Sites) -> None:
-    async with sites(request_timeout_s=0.5) as site:
+    async with sites(request_timeout_s=1.5) as site:
         decode, _ = await site.system.pair()
         decode.stop_after = 3
         answer = await complete(site, stream=True)
@@ -378,13 +378,15 @@ async def test_every_request_is_one_line_that_says_who_what_and_how_long(
 
 async def test_what_fails_is_logged_with_how_far_it_got(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pdserve.requests")
-    async with sites(request_timeout_s=0.3) as site:
+    async with sites(request_timeout_s=1.5) as site:
         assert (await complete(site, model="nope")).status_code == 404
         decode, _ = await site.system.pair()
         decode.stop_after = 3
         await complete(site, stream=True)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(complete(site), 0.15)
+        leaving = asyncio.create_task(complete(site))
+        await until(lambda: len(decode.of(Reserve)) == 2)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
         await until(lambda: len(lines(caplog)) == 3)
         unknown, late, gone = lines(caplog)
         assert (unknown["status"], unknown["outcome"]) == (404, "invalid")

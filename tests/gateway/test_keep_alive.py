@@ -30,8 +30,10 @@ async def test_while_a_prompt_is_computed_comments_come_and_what_fails_then_is_a
     prefill.answering = False
     async with site.client.stream("POST", "/v1/completions", json=COMPLETION) as answer:
         assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-        parts = answer.aiter_text()
-        assert [await anext(parts), await anext(parts)] == [COMMENT, COMMENT]
+        parts, seen = answer.aiter_text(), ""
+        while len(seen) < 2 * len(COMMENT):  # several may come at once
+            seen += await anext(parts)
+        assert seen.replace(COMMENT, "") == ""
         (reserve,) = decode.of(Reserve)
         decode.dealer.send(Failed(reserve.request, reserve.attempt, "nan_logits", "not finite", False))
         rest = "".join([part async for part in parts])
@@ -41,7 +43,7 @@ async def test_while_a_prompt_is_computed_comments_come_and_what_fails_then_is_a
 
 
 async def test_silence_between_tokens_is_bridged_and_costs_no_text(site: Site) -> None:
-    decode = site.system.decode(token_interval_s=0.3)
+    decode = site.system.decode(token_interval_s=0.5)
     await site.system.ready(1)
     answer = await site.client.post("/v1/completions", json=COMPLETION | {"max_tokens": 3})
     assert answer.text.count(COMMENT) >= 3
