@@ -189,6 +189,23 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(
     assert compiled(empty_cache) == []
 
 
+def test_a_compiler_that_does_not_end_is_ended(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = tmp_path / "bin" / "cc"
+    stuck.parent.mkdir()
+    stuck.write_text(f'#!/bin/sh\necho $$ >> {tmp_path}/started\nexec {shutil.which("sleep")} 100\n')
+    stuck.chmod(0o755)
+    monkeypatch.setenv("PATH", str(stuck.parent))
+    monkeypatch.setattr(library, "COMPILE_LIMIT_S", 2.0)
+    with pytest.raises(NativeUnavailable, match="cc did not end within 2 s"):
+        open_library("DEFAULT")
+    started = (tmp_path / "started").read_text().split()
+    assert len(started) <= 2 * library.COMPILERS_AT_ONCE, "the others are not tried any more"
+    assert not any(Path("/proc", pid).exists() for pid in started)
+    assert compiled(empty_cache) == []
+
+
 def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
