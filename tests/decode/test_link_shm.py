@@ -59,6 +59,9 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("pdserve-ring")
 
 
+ALIVE = ["start", "chunk", "chunk", "chunk", "turn", "forget", "drop"]
+
+
 class Decode:
     """The receiving end of several attempts, whose blocks lie one after the other."""
 
@@ -73,6 +76,9 @@ class Decode:
         first = 7 * len(self._tables)
         self._tables[name] = [first + block for block in TABLE]
         self._receiver.expect(name, 1, 9, PREFILL, 0, TOKENS)
+
+    def unfinished(self) -> set[str]:
+        return self._tables.keys() - self.whole.keys()
 
     def forget(self, name: str) -> None:
         self._receiver.forget(name, 1)
@@ -96,7 +102,7 @@ class Decode:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_order_of_chunks_cancels_and_turns_leaves_whole_prompts_and_a_free_ring(
+def test_any_order_of_chunks_cancels_deaths_and_turns_leaves_whole_prompts_and_a_free_ring(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake_module, "WINDOW_BYTES", 1)  # so there is room only if all was acknowledged
@@ -106,10 +112,14 @@ def test_any_order_of_chunks_cancels_and_turns_leaves_whole_prompts_and_a_free_r
         decode, cache = Decode(both), random_cache(1)
         outgoing: dict[str, tuple[Outgoing, int]] = {}  # and the tokens that are computed
         cancelled: set[str] = set()
-        names = (f"r{number}" for number in itertools.count())
+        names, connections = (f"r{number}" for number in itertools.count()), itertools.count(2)
+
+        def is_linked() -> bool:
+            decode.take(1 << 30)
+            return both.link.state is LinkState.LINKED
 
         def step() -> None:
-            match dice.choice(["start", "chunk", "chunk", "chunk", "turn", "forget", "drop"]):
+            match dice.choice([*ALIVE, "die"] if dice.random() < 0.2 else ALIVE):
                 case "start" if len(outgoing) < 5:
                     name = next(names)
                     decode.expect(name)
@@ -130,6 +140,14 @@ def test_any_order_of_chunks_cancels_and_turns_leaves_whole_prompts_and_a_free_r
                 case "drop" if outgoing:
                     cancelled.add(name := dice.choice(list(outgoing)))
                     del outgoing[name]
+                case "die":
+                    decode.take(dice.choice([1, LAYER_BYTES]))
+                    for name in decode.unfinished():
+                        cancelled.add(name)
+                        decode.forget(name)
+                    outgoing.clear()
+                    both.connect_again(next(connections), LinkOptions("shm", "here", ring_bytes=ring_bytes))
+                    both.until(is_linked, "the next life is let in")
                 case "turn":
                     decode.take(dice.choice([1, LAYER_BYTES, 1 << 30]))
                     for message in both.link.poll():
@@ -154,6 +172,8 @@ def test_any_order_of_chunks_cancels_and_turns_leaves_whole_prompts_and_a_free_r
         for table in decode.whole.values():
             assert bytes(decode.cache.gather(range(NUM_LAYERS), table, 0, TOKENS)[0]) == expected
         assert ring_is_free(both, ring_bytes // 64 * 64)
+        del both.counts.dropped["stranger"]  # what a dead one had sent
+        del both.counts.dropped["identity"]  # a hello while the one before was not seen to be dead
 
 
 def test_a_reader_that_stalls_with_a_ring_in_pieces_gets_the_rest_beside_it_and_then_all_is_free(
