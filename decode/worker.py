@@ -17,12 +17,13 @@ from ..engine.block_pool import root_key
 from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull
 from ..engine.logprobs import prompt_messages
-from ..engine.registration import registration
+from ..engine.registration import membership, registration
 from ..engine.setup import Engine
+from ..engine.turns import Turns
 from ..transfer.channel import FrameCounts, Received
 from ..transfer.errors import StepCancelled, TransferError
 from ..transfer.io_threads import hasten_io_threads
-from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
+from ..transfer.membership import GatewayLost, GatewayTie, Unwanted
 from ..transfer.messages import (
     Abort,
     Busy,
@@ -41,7 +42,6 @@ from ..transfer.messages import (
 )
 from ..transfer.receiver import Receiver
 from ..transfer.slab import store_slab
-from ..transfer.waiting import Waiter
 from .config import DecodeConfig
 from .intake import Intake, worker_of
 from .metrics import DecodeMetrics
@@ -54,9 +54,6 @@ from .stepper import Scores, Stepper
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_MS = 50
-DEVICE_WAIT_MS = 1  # while something waits for a device, which does not wake a socket
-PUMP_EVERY_S = 0.004
 BUSY_INTAKE_BYTES = 16 * 1024 * 1024
 IDLE_INTAKE_BYTES = 256 * 1024 * 1024
 
@@ -94,19 +91,10 @@ class DecodeWorker:
             self._context, config.bulk_address, config.peer_address, self._layout, self._frames, config.worker.curve,
             config.worker.link, engine.device, config.worker.ring_bytes,
         )  # fmt: skip
-        self._members = Membership(
-            self._context,
-            config.worker.name,
-            config.worker.gateways,
-            self._frames,
-            config.worker.death_bound_s,
-            config.worker.drain_timeout_s,
-            config.worker.curve,
-        )
+        self._members = membership(self._context, config.worker, self._frames)
         self._inbox: deque[tuple[GatewayTie, Message]] = deque()
-        self._pumped_at = 0.0
         self._outbox = Outbox()
-        self._waiter = Waiter()
+        self._turns = Turns()
         self._ready = False
         self._stopping = False
 
@@ -166,15 +154,14 @@ class DecodeWorker:
         sockets = *self._members.sockets, *self._intake.sockets
         self._stepper.wishes.pause()
         self._cores.idle()  # and so it stays while slabs come in: they take a moment each, a step is what takes long
-        timeout_ms = DEVICE_WAIT_MS if self._intake.must_look_again else IDLE_WAIT_MS
-        self._waiter.wait(sockets, self._grammars.descriptor, timeout_ms)
+        self._turns.wait(sockets, self._grammars.descriptor, for_device=self._intake.must_look_again)
 
     def _between_layers(self) -> None:
         """Called in the middle of a step: look at the control sockets, and give up a step nobody wants any more.
 
         Who asks for a reservation need not wait for the end of the step: the blocks of those in it are theirs already.
         """
-        if time.monotonic() - self._pumped_at < PUMP_EVERY_S:
+        if not self._turns.must_look_up:
             return
         self._pump()
         self._take_requests()
@@ -206,7 +193,7 @@ class DecodeWorker:
             self._heard_from_peer(identity, heartbeat)
         self._members.tick(self._registration, self._heartbeat)
         self._intake.send_credits()
-        self._pumped_at = time.monotonic()
+        self._turns.looked_up()
 
     # --- requests --------------------------------------------------------------------------------------------
 

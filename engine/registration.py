@@ -1,14 +1,24 @@
-"""What a worker says of itself when it registers at a gateway."""
+"""How a worker joins the gateways that its flags name, and what it says of itself there."""
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
+import zmq
+
+from ..transfer.channel import FrameCounts
 from ..transfer.links import offered
+from ..transfer.membership import Membership
 from ..transfer.messages import Register
 from .setup import Engine
 from .worker_flags import WorkerConfig
+
+
+def membership(context: zmq.Context[Any], config: WorkerConfig, counts: FrameCounts) -> Membership:
+    return Membership(
+        context, config.name, config.gateways, counts, config.death_bound_s, config.drain_timeout_s, config.curve
+    )
 
 
 def registration(

@@ -19,14 +19,15 @@ from ..engine.cores import Cores, no_cores
 from ..engine.grammar import BAD_GRAMMAR, GrammarRefused, Grammars, GrammarsFull, Row
 from ..engine.logprobs import prompt_messages, prompt_targets, sampled_logprobs, score_prompts
 from ..engine.rate import PromptRate
-from ..engine.registration import registration
+from ..engine.registration import membership, registration
 from ..engine.runner import Chunk, Runner
 from ..engine.sampler import NOT_FINITE, SampleRow, sample
 from ..engine.setup import Engine
+from ..engine.turns import Turns
 from ..transfer.channel import FrameCounts
 from ..transfer.errors import StepCancelled
 from ..transfer.io_threads import hasten_io_threads
-from ..transfer.membership import GatewayLost, GatewayTie, Membership, Unwanted
+from ..transfer.membership import GatewayLost, GatewayTie, Unwanted
 from ..transfer.messages import (
     Busy,
     Cancel,
@@ -45,7 +46,6 @@ from ..transfer.messages import (
 )
 from ..transfer.reports import Speed
 from ..transfer.sender import LinkOptions, LinkState, Outgoing, PeerLink
-from ..transfer.waiting import Waiter
 from .config import PrefillConfig
 from .metrics import PrefillMetrics
 from .peers import Peers
@@ -53,10 +53,6 @@ from .prompt import Key, Prompt, State, Work
 from .scheduler import PrefillLimits, Scheduler
 
 log = logging.getLogger(__name__)
-
-IDLE_WAIT_MS = 50
-DEVICE_WAIT_MS = 1  # while something waits for a device, which does not wake a socket
-PUMP_EVERY_S = 0.004
 
 
 class PrefillWorker:
@@ -73,18 +69,14 @@ class PrefillWorker:
         worker = config.worker
         self._scheduler = Scheduler(engine.pool, PrefillLimits(worker.chunk_tokens, config.max_waiting), self._root_of)
         self._runner = Runner(engine.model, engine.cache, self._between_layers)
-        self._members = Membership(
-            self._context, worker.name, worker.gateways, self._frames, worker.death_bound_s, worker.drain_timeout_s,
-            worker.curve,
-        )  # fmt: skip
+        self._members = membership(self._context, worker, self._frames)
         options = LinkOptions(worker.link, host, engine.device, worker.ring_bytes, worker.curve)
         self._peers = Peers(
             self._context, self._layout, self._frames, worker.death_bound_s, self._link_lost, options
         )
         self._grammars = Grammars(engine.tokenizer)
         self._inbox: deque[tuple[GatewayTie, Prefill]] = deque()
-        self._pumped_at = 0.0
-        self._waiter = Waiter()
+        self._turns = Turns()
         self._incarnation = self._members.worker
         self._step: list[Work] = []
         self._rate = PromptRate()
@@ -143,8 +135,7 @@ class PrefillWorker:
         """Sleep until a socket has something, or something is due."""
         sockets = *self._members.sockets, *self._peers.sockets
         self._cores.idle()
-        timeout_ms = DEVICE_WAIT_MS if self._scheduler.is_copying else IDLE_WAIT_MS
-        if self._waiter.wait(sockets, self._grammars.descriptor, timeout_ms):
+        if self._turns.wait(sockets, self._grammars.descriptor, for_device=self._scheduler.is_copying):
             self._cores.busy()
 
     def _between_layers(self, layer: int) -> None:
@@ -157,7 +148,7 @@ class PrefillWorker:
 
     def _look_up(self) -> None:
         """In the middle of a step: look at the control sockets, and give up a step nobody wants any more."""
-        if time.monotonic() - self._pumped_at >= PUMP_EVERY_S:
+        if self._turns.must_look_up:
             self._pump()
             if self._step and all(work.prompt.state is State.FINISHED for work in self._step):
                 raise StepCancelled
@@ -190,7 +181,7 @@ class PrefillWorker:
             self._heard_from_peer(link, peer_message)
         self._members.tick(self._registration, self._heartbeat)
         self._peers.tick(self._live_on)
-        self._pumped_at = time.monotonic()
+        self._turns.looked_up()
 
     def _gateway_lost(self, tie: GatewayTie) -> None:
         self._inbox = deque(entry for entry in self._inbox if entry[0] is not tie)
