@@ -117,6 +117,8 @@ static void sleep_on(atomic_uint *word, unsigned value) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
+static void wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
+
 /* Those two are among threads; these among processes. */
 static void sleep_shared(atomic_uint *word, unsigned value, int64_t most_ns) {
     const struct timespec most = {most_ns / 1000000000, most_ns % 1000000000};
@@ -124,8 +126,6 @@ static void sleep_shared(atomic_uint *word, unsigned value, int64_t most_ns) {
 }
 
 static void wake_all_shared(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
-
-static void wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
 
 static int bind_to(pthread_t thread, int core) {
     cpu_set_t cores;
