@@ -34,6 +34,8 @@ STRAYS_TIMEOUT_S = 5.0
 POLL_S = 0.05
 # Longer than two heartbeats: what a worker reported before the last request ended is not taken for its rest.
 SETTLE_S = 0.6
+# Less than the death bound of 5 s, after which much is let go of that nobody has freed.
+IDLE_WITHIN_S = 4.0
 MARK = "PDSERVE_TEST_MARK"
 PDSERVE = "from pdserve.gateway.cli import main; main()"
 """What the installed `pdserve` script does; it need not be installed for the tests."""
@@ -251,7 +253,7 @@ class Surface:
     def held_blocks(self) -> float:
         return self.metric("pdserve_kv_blocks", state="held")
 
-    def assert_idle(self, within_s: float) -> None:
+    def assert_idle(self, within_s: float = IDLE_WITHIN_S) -> None:
         """Within that time no block is held anywhere and no request is in flight, and it stays so."""
 
         def idle() -> bool:

@@ -27,7 +27,7 @@ from tests.system.tiny_model import random_prompt
 pytestmark = pytest.mark.timeout(180, method="signal")
 
 NUM_LAYERS = 8
-DEATH_BOUND_S = 1.5
+DEATH_BOUND_S = 2.5
 LONG_PROMPT_TOKENS = 3000
 
 
@@ -114,7 +114,7 @@ def test_requests_go_on_without_any_prefill_worker(field: Field) -> None:
 @local_prefill("auto")
 def test_worker_frozen_for_less_than_the_death_bound_keeps_its_requests(field: Field) -> None:
     old = {worker["name"]: worker["id"] for worker in field.fleet.workers()}
-    seconds = DEATH_BOUND_S / 3
+    seconds = DEATH_BOUND_S / 5  # and some time to find and to look at it
     answers, _ = answers_during(field, field.greedy, lambda: field.attack.freeze("decode", seconds, "freeze"))
     for answer in answers:
         assert_golden(answer)
@@ -184,7 +184,7 @@ def test_harmed_frame_is_counted_and_the_text_is_golden(field: Field, harm: str,
         labels = {"reason": reason} if reason else {}
         return field.fleet.metric("pdserve_frames_dropped_total", role="decode", **labels) > before
 
-    eventually(counted, 2.0, "the frame is counted as dropped")
+    eventually(counted, 10, "the frame is counted as dropped")
 
 
 @local_prefill("never")
@@ -214,9 +214,13 @@ def test_requests_of_a_frozen_worker_move_on_and_nothing_of_its_old_life_counts(
     answers, fault = answers_during(field, field.greedy, lambda: field.attack.freeze(program, seconds, "freeze"))
     for answer in answers:
         assert_golden(answer)
+
+    def reborn() -> bool:
+        now = {worker["name"]: worker["id"] for worker in field.fleet.workers()}
+        return now.get(fault.process, old[fault.process]) != old[fault.process]
+
+    eventually(reborn, 10, "it came back as somebody else")
     wait_whole(field.fleet)
-    new = {worker["name"]: worker["id"] for worker in field.fleet.workers()}
-    assert new[fault.process] != old[fault.process], "it came back as somebody else"
     assert field.fleet.members[fault.process].lives >= 1
     assert field.fleet.log_lines(fault.process, "dropping all work"), "it noticed that it was away"
 

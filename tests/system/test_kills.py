@@ -18,7 +18,6 @@ from tests.system.tiny_model import random_prompt, write_tiny_llama
 pytestmark = pytest.mark.timeout(300, method="signal")
 
 RESTART_TIMEOUT_S = 60.0
-IDLE_WITHIN_S = 2.0
 LONG_PROMPT_TOKENS = 6000
 LONG_OUTPUT_TOKENS = 1200
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -49,7 +48,7 @@ def assert_restarted_and_idle(system: System, role: str, old: dict[str, int]) ->
 
     eventually(restarted, RESTART_TIMEOUT_S, f"the {role} worker is back under its name")
     system.wait_ready(1, 2, RESTART_TIMEOUT_S)
-    system.assert_idle(IDLE_WITHIN_S)
+    system.assert_idle()
 
 
 def test_prefill_worker_killed_while_idle_is_replaced_and_requests_go_on(system: System) -> None:
@@ -65,7 +64,8 @@ def test_prefill_worker_killed_while_idle_is_replaced_and_requests_go_on(system:
 def test_prefill_worker_killed_in_the_middle_of_a_transfer_costs_no_request(system: System) -> None:
     prompt = random_prompt(2, LONG_PROMPT_TOKENS)
     expected = system.client.complete(prompt, max_tokens=20, **GREEDY)
-    old = system.pids("prefill")
+    system.assert_idle()  # all that this has moved is counted
+    old, retries = system.pids("prefill"), system.metric("pdserve_retries_total")
 
     # Series of the worker that is about to die vanish with it; the decode side counts what arrived.
     def moved() -> float:
@@ -78,7 +78,7 @@ def test_prefill_worker_killed_in_the_middle_of_a_transfer_costs_no_request(syst
         kill_worker(system, "prefill", "prefill-0")
         assert not answer.done(), "the worker died too late to matter"
         assert answer.result(timeout=120).choices == expected.choices
-    assert system.metric("pdserve_retries_total") > 0
+    assert system.metric("pdserve_retries_total") > retries
     assert_restarted_and_idle(system, "prefill", old)
 
 
@@ -86,7 +86,8 @@ def test_stream_goes_on_with_the_same_text_when_its_decode_worker_is_killed(syst
     prompt = random_prompt(3, 200)
     ask = {"max_tokens": LONG_OUTPUT_TOKENS, **GREEDY}
     expected = system.client.complete(prompt, **ask)
-    old = system.pids("decode")
+    system.assert_idle()  # what holds blocks from now on runs the stream
+    old, retries = system.pids("decode"), system.metric("pdserve_retries_total")
 
     def holder() -> str | None:
         """The decode worker that runs the stream."""
@@ -101,13 +102,14 @@ def test_stream_goes_on_with_the_same_text_when_its_decode_worker_is_killed(syst
             text += choice["text"]
             ids += choice["token_ids"]
             if len(ids) >= 20 and not killed:
-                name = eventually(holder, 5, "the stream holds blocks somewhere")
+                name = eventually(holder, 10, "the stream holds blocks somewhere")
                 kill_worker(system, "decode", name)
                 killed = True
                 assert len(ids) < LONG_OUTPUT_TOKENS // 2
     assert killed
     assert ids == expected.token_ids
     assert text == expected.text
+    assert system.metric("pdserve_retries_total") > retries, "the worker died too late to matter"
     assert_restarted_and_idle(system, "decode", old)
 
 
@@ -142,6 +144,6 @@ def test_workers_drop_the_requests_of_a_killed_gateway_and_register_with_the_nex
                 list(events)
         second = stack.enter_context(start_gateway())
         second.wait_ready(1, 1, RESTART_TIMEOUT_S)
-        second.assert_idle(IDLE_WITHIN_S)
+        second.assert_idle()
         assert second.pids("prefill") | second.pids("decode") == pids, "the workers lived on"
         assert second.client.complete(prompt, **ask).choices == expected.choices

@@ -66,7 +66,7 @@ def ask_until_leased(system: System, reference: Reference, role: str) -> None:
 def test_text_is_the_same_on_a_neighbours_core(system: System, reference: Reference, role: str) -> None:
     ask_until_leased(system, reference, role)
     assert system.metric("pdserve_compute_threads", role=role) in (1, 2)
-    system.assert_idle(2.0)
+    system.assert_idle()
 
 
 @pytest.mark.parametrize(("killed", "helped"), [("prefill", "decode"), ("decode", "prefill")])
@@ -82,7 +82,7 @@ def test_a_killed_neighbours_core_is_lent_again_by_the_next(
     )
     system.wait_ready(1, 1)
     ask_until_leased(system, reference, helped)
-    system.assert_idle(2.0)
+    system.assert_idle()
 
 
 @pytest.fixture
@@ -116,13 +116,13 @@ def test_text_is_the_same_where_streams_ask_for_the_core_that_computes_prompts(
         eventually(stood_aside, WAIT_S, "a prefill worker stands aside")
         before = wishing.metric("pdserve_stood_aside_seconds_total", role="prefill")
     assert wishing.metric("pdserve_steps_asking_total", role="decode") > 0
-    wishing.assert_idle(2.0)
+    wishing.assert_idle()
 
 
 def test_without_an_slo_nobody_asks(system: System, reference: Reference) -> None:
     prompts = [random_prompt(5, 900), random_prompt(6, 20)] * 3
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda prompt: system.client.complete(prompt, max_tokens=40, ignore_eos=True), prompts))
-    system.assert_idle(2.0)
+    system.assert_idle()
     assert system.metric("pdserve_steps_asking_total", role="decode") == 0
     assert system.metric("pdserve_stood_aside_seconds_total", role="prefill") == 0

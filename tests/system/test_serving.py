@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 
 import pytest
@@ -11,14 +13,13 @@ from tests.exact.prompts import document
 from tests.exact.reference import Reference, demo_tokenizer, template_ids
 from tests.system.client import Refused
 from tests.system.conftest import DEMO_DECODE_BLOCK_SIZE, DEMO_POOL_TOKENS
-from tests.system.harness import System, eventually
+from tests.system.harness import SETTLE_S, System, eventually
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 
 HELLO = [{"role": "user", "content": "Hello"}]
 KV_BYTES_PER_TOKEN = 46_080  # 30 layers x (K, V) x 3 heads x 64 x 4 bytes
 DEMO_CONTEXT_TOKENS = 8192
-IDLE_WITHIN_S = 1.0
 
 
 def text_ids(seed: int, num_tokens: int) -> list[int]:
@@ -27,18 +28,16 @@ def text_ids(seed: int, num_tokens: int) -> list[int]:
     return ids[:num_tokens]
 
 
-def bytes_moved(system: System) -> int:
-    """Payload bytes received so far, read when two heartbeats agree."""
-    seen = -1.0
+def tokens_moved(system: System) -> float:
+    """Tokens whose KV decode has received, by its last heartbeat."""
+    return system.metric("pdserve_transfer_bytes_total") / KV_BYTES_PER_TOKEN
 
-    def settled() -> bool:
-        nonlocal seen
-        before, seen = seen, system.metric("pdserve_transfer_bytes_total")
-        time.sleep(0.5)
-        return before == seen
 
-    eventually(settled, 10, "the byte counter stands still")
-    return int(seen)
+def assert_moved(system: System, before: float, num_tokens: int) -> None:
+    """So many tokens have moved since there were `before`, and no more."""
+    eventually(lambda: tokens_moved(system) - before >= num_tokens, 10, f"{num_tokens} tokens have moved")
+    time.sleep(SETTLE_S)
+    assert tokens_moved(system) - before == num_tokens
 
 
 def test_chat_without_a_token_limit_ends_where_the_reference_ends(demo_system: System, reference: Reference) -> None:
@@ -61,12 +60,19 @@ def test_streamed_chat_concatenates_to_the_plain_answer(demo_system: System) -> 
 
 
 def test_stream_arrives_in_pieces_over_time(demo_system: System) -> None:
-    ask = {"prompt": "One, two,", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-    asked_at = time.monotonic()
+    ask = {"prompt": "One, two,", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    (decode,) = demo_system.pids("decode").values()
     with demo_system.client.events("/v1/completions", **ask) as events:
-        arrivals = [time.monotonic() for event in events if event["choices"][0]["token_ids"]]
-    assert len(arrivals) > 50
-    assert arrivals[-1] - arrivals[0] > 0.5 * (arrivals[-1] - asked_at), "the first came long before the last was made"
+        pieces = (event["choices"][0]["token_ids"] for event in events)
+        first = next(ids for ids in pieces if ids)
+        os.kill(decode, signal.SIGSTOP)  # the last is not made while the first is looked at
+        try:
+            assert demo_system.metric("pdserve_requests_inflight") == 1
+        finally:
+            os.kill(decode, signal.SIGCONT)
+        rest = [ids for ids in pieces if ids]
+    assert len(first) + sum(map(len, rest)) == 400
+    assert len(rest) > 50
 
 
 def test_pools_show_both_workers_and_a_linked_pair(demo_system: System) -> None:
@@ -85,33 +91,33 @@ def test_pools_show_both_workers_and_a_linked_pair(demo_system: System) -> None:
 def test_transfer_moves_exactly_the_prompt_tokens_that_decode_lacks(demo_system: System) -> None:
     prompt = text_ids(31, 150)
 
-    def grows_by(ids: list[int]) -> int:
-        before = bytes_moved(demo_system)
+    def assert_moves(ids: list[int], num_tokens: int) -> None:
+        before = tokens_moved(demo_system)
         answer = demo_system.client.complete(ids, max_tokens=2, temperature=0)
         assert answer.prompt_token_ids == ids
-        return bytes_moved(demo_system) - before
+        assert_moved(demo_system, before, num_tokens)
 
     held = (len(prompt) - 1) // DEMO_DECODE_BLOCK_SIZE * DEMO_DECODE_BLOCK_SIZE
     assert held == 128
-    assert grows_by(prompt) == len(prompt) * KV_BYTES_PER_TOKEN
-    assert grows_by(prompt) == (len(prompt) - held) * KV_BYTES_PER_TOKEN
+    demo_system.assert_idle()  # what was moved before is counted
+    assert_moves(prompt, len(prompt))
+    assert_moves(prompt, len(prompt) - held)
     # Parts ways with the first prompt inside its third block: two are held.
     branch = prompt[:70] + text_ids(32, 90)
-    assert grows_by(branch) == (len(branch) - 64) * KV_BYTES_PER_TOKEN
+    assert_moves(branch, len(branch) - 64)
     # A prompt of whole blocks that is held in full: at least one token must be computed, so one block moves.
-    assert grows_by(prompt[:128]) == 32 * KV_BYTES_PER_TOKEN
+    assert_moves(prompt[:128], 32)
     assert demo_system.metric("pdserve_local_prefill_total") == 0
 
 
 def test_four_choices_move_the_bytes_of_one_and_count_the_prompt_once(demo_system: System) -> None:
-    moved = []
+    demo_system.assert_idle()  # what was moved before is counted
     for n, seed in ((1, 33), (4, 34)):
-        prompt, before = text_ids(seed, 600), bytes_moved(demo_system)
+        prompt, before = text_ids(seed, 600), tokens_moved(demo_system)
         usage = demo_system.client.complete(prompt, n=n, max_tokens=2, ignore_eos=True).usage
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (600, 2 * n)
-        moved.append(bytes_moved(demo_system) - before)
-    assert moved == [600 * KV_BYTES_PER_TOKEN] * 2
-    demo_system.assert_idle(IDLE_WITHIN_S)
+        assert_moved(demo_system, before, 600)
+    demo_system.assert_idle()
 
 
 def test_seeded_choices_differ_repeat_and_leave_no_block(demo_system: System) -> None:
@@ -124,7 +130,7 @@ def test_seeded_choices_differ_repeat_and_leave_no_block(demo_system: System) ->
     assert first.choices == second.choices
     assert first.usage["prompt_tokens"] == len(prompt)
     assert first.usage["completion_tokens"] == sum(len(choice.token_ids) for choice in first.choices)
-    demo_system.assert_idle(IDLE_WITHIN_S)
+    demo_system.assert_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -147,7 +153,7 @@ def test_unknown_model_is_not_found(demo_system: System) -> None:
 def test_metrics_label_what_the_workers_report(demo_system: System) -> None:
     for role in ("prefill", "decode"):
         blocks = {"worker": f"{role}-0", "role": role}
-        assert demo_system.metric("pdserve_kv_blocks", state="free", **blocks) > 0
+        assert sum(demo_system.metric("pdserve_kv_blocks", state=state, **blocks) for state in ("free", "cached")) > 0
     total = demo_system.metric("pdserve_kv_blocks", role="decode")  # free, cached and held
     assert total == DEMO_POOL_TOKENS / DEMO_DECODE_BLOCK_SIZE
     assert demo_system.metric("pdserve_ttft_seconds_count") > 0

@@ -30,7 +30,7 @@ def start_long_request(system: System, pool: ThreadPoolExecutor) -> None:
 def test_interrupt_stops_everything_cleanly_in_the_middle_of_a_request(system: System) -> None:
     assert len(system.processes()) >= 4
     eventually(lambda: f":{system.port}" in system.stdout, 5, "the user is told where it listens")
-    assert "curl" in system.stdout
+    eventually(lambda: "curl" in system.stdout, 5, "and how to ask")
     with ThreadPoolExecutor(1) as pool:
         start_long_request(system, pool)
         result = system.stop(signal.SIGINT)

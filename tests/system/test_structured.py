@@ -50,7 +50,7 @@ def test_an_answer_that_finishes_validates_against_its_schema(demo_system: Syste
         outcomes = list(pool.map(lambda seed: outcome(demo_system, seed), SEEDS))
     assert outcomes.count("stop") >= 0.6 * len(SEEDS), outcomes
     assert outcomes.count("refused") <= 0.1 * len(SEEDS), outcomes
-    demo_system.assert_idle(1.0)
+    demo_system.assert_idle()
 
 
 def whole(system: System, **fields: Any) -> Answer:
@@ -113,7 +113,7 @@ def test_what_cannot_be_compiled_is_a_400_with_field_and_reason_also_for_a_strea
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, "bad_grammar")
     assert reason in error["message"]
-    demo_system.assert_idle(1.0)
+    demo_system.assert_idle()
 
 
 def test_log_probabilities_are_those_of_the_raw_logits(demo_system: System) -> None:

@@ -152,7 +152,7 @@ def test_a_prefill_and_a_decode_worker_on_two_hosts_serve_over_encrypted_tcp(
             assert inside(lambda surface: surface.client.complete(prompt, **ASK)).token_ids == expected
             now = {worker["name"]: worker["id"] for worker in inside(lambda surface: surface.workers())}
             assert now == ids, "both processes lived on: they were not away, the cable was"
-            inside(lambda surface: surface.assert_idle(3))
+            inside(lambda surface: surface.assert_idle())
 
             for process in (*workers, gateway):
                 process.send_signal(signal.SIGTERM)
