@@ -26,7 +26,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache in which nothing is compiled yet, and a process that has not looked."""
+    """A cache in which nothing is compiled yet, and a process that has not looked; compilers are quick."""
+    monkeypatch.setattr(library, "COMMON_FLAGS", tuple(f.replace("-O3", "-O0") for f in library.COMMON_FLAGS))
     monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / "cache"))
     native.cache_clear()
     yield tmp_path / "cache" / "native"
@@ -56,7 +57,6 @@ def test_those_who_start_together_compile_once(
     counting.write_text(f'#!/bin/sh\necho once >> {tmp_path}/calls\nPATH={os.environ["PATH"]} exec cc "$@"\n')
     counting.chmod(0o755)
     monkeypatch.setenv("PATH", f"{counting.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(library, "COMMON_FLAGS", tuple(f.replace("-O3", "-O0") for f in library.COMMON_FLAGS))
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(open_library, ["DEFAULT"] * 3))
     num_sources = len(list(library.SOURCES.glob("*.c")))
@@ -157,7 +157,6 @@ def test_other_sources_or_flags_are_another_file(
     copy = tmp_path / "native"
     shutil.copytree(library.SOURCES, copy)
     monkeypatch.setattr(library, "SOURCES", copy)
-    monkeypatch.setattr(library, "COMMON_FLAGS", tuple(f.replace("-O3", "-O0") for f in library.COMMON_FLAGS))
     open_library("DEFAULT")
     with (copy / "vector.h").open("a") as file:
         file.write("/* changed */\n")
