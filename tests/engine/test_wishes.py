@@ -280,9 +280,14 @@ def test_however_many_ask_a_part_of_the_time_is_left_to_the_owner(site: Site) ->
     for _ in range(2):
         site.asker()
     before = worker.report()
-    until(lambda: worker.report().lived_s > before.lived_s + 3.0, "three seconds have passed")
+
+    def has_worked() -> bool:
+        """For much longer than it stands aside at a stretch: on a full machine it may be late to wake from one."""
+        now = worker.report()
+        lived_s = now.lived_s - before.lived_s
+        return lived_s > 3.0 and 0 < now.aside_s - before.aside_s < 0.9 * lived_s
+
+    until(has_worked, "it has stood aside for a part of the time only")
     after = worker.report()
-    share = (after.aside_s - before.aside_s) / (after.lived_s - before.lived_s)
-    assert 0 < share < 0.9
     assert after.done > before.done
     assert after.wrong == 0
