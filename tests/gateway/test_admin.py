@@ -113,7 +113,7 @@ async def test_debug_requests_shows_each_live_request_with_its_holders_and_never
         assert shown["model"] == "m"
         assert shown["prefill"] == {"where": "prefill", "reason": "faster_there"}
         assert (shown["attempt"], shown["prompt_tokens"], shown["output_tokens"]) == (1, 40, [0])
-        assert 0 <= shown["age_s"] < 5
+        assert 0 <= shown["age_s"] < 60
         holders = {leg["worker"]: leg for leg in shown["holders"]}
         assert holders.keys() == {decode.worker, prefill.worker}
         assert (holders[decode.worker]["tokens"], holders[decode.worker]["blocks"]) == (40, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -77,14 +76,12 @@ def test_the_version_is_shown_everywhere(flags: list[str]) -> None:
     assert result.output.strip() == f"pdserve {package_version()}"
 
 
-def test_the_version_comes_at_once_and_without_the_heavy_libraries() -> None:
+def test_the_version_comes_without_the_heavy_libraries() -> None:
     code = (
         "import sys; from pdserve.gateway import cli\n"
         "try: cli.app(['--version'])\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'transformers', 'zmq', 'pydantic', 'starlette') if name in sys.modules])"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [f"pdserve {package_version()}", "[]"]
-    assert time.perf_counter() - started < 10  # a tenth of a second on an idle machine

@@ -82,7 +82,7 @@ class Site:
     async def answer(self, data: bytes) -> tuple[int, Any]:
         """Status and body of what comes back until the server closes the connection."""
         reader, writer = await self.raw(data)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             reply = await reader.read()
         writer.close()
         head, _, body = reply.partition(b"\r\n\r\n")
@@ -152,7 +152,7 @@ async def test_one_header_without_an_end_is_cut_at_the_limit(site: Site) -> None
 
 async def test_a_refusal_before_any_request_has_an_id_too(site: Site) -> None:
     reader, _ = await site.raw(b"nonsense\r\n\r\n")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert b"\r\nx-request-id: " in await reader.read()
 
 
@@ -190,7 +190,7 @@ async def test_the_time_limit_holds_for_the_second_request_of_a_connection_too(s
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
         if not together:
             writer.write(GET)
-        assert (await asyncio.wait_for(reader.read(), 3)).startswith(b"HTTP/1.1 408")
+        assert (await asyncio.wait_for(reader.read(), 30)).startswith(b"HTTP/1.1 408")
         writer.close()
 
 

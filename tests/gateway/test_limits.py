@@ -377,7 +377,7 @@ async def test_wait_is_unknown_until_something_was_let_in():
 async def test_mass_of_waiters_comes_and_goes_in_linear_work(num_clients: int):
     """Not a benchmark: an algorithm that is quadratic in 2,000 waiters would need some minutes for this."""
     queue, places = AdmissionQueue(5000), Places(0)
-    started = time.monotonic()
+    started = time.process_time()
     tasks = [
         asyncio.create_task(queue.admit(Turn(float(i), f"c{i % num_clients}"), places.pick, 60.0)) for i in range(2000)
     ]
@@ -395,4 +395,4 @@ async def test_mass_of_waiters_comes_and_goes_in_linear_work(num_clients: int):
     await asyncio.gather(*tasks[1000:])
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (len(queue), places.free) == (0, 0)
-    assert time.monotonic() - started < 5.0
+    assert time.process_time() - started < 20.0

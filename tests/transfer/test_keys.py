@@ -2,6 +2,7 @@
 
 import dataclasses
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,7 @@ def test_beyond_this_machine_tcp_needs_keys_or_words(curve: Curve) -> None:
 def test_the_context_ends_although_the_keeper_waits(curve: Curve) -> None:
     context: zmq.Context[Any] = zmq.Context()
     Router(context, TCP, FrameCounts(), curve)
-    started = time.monotonic()
-    context.destroy(linger=0)
-    assert time.monotonic() - started < 5
+    ending = threading.Thread(target=context.destroy, args=(0,), daemon=True)
+    ending.start()
+    ending.join(30)
+    assert not ending.is_alive()

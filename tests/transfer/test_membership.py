@@ -24,7 +24,7 @@ from pdserve.transfer.messages import (
 )
 
 LAYOUT = KVLayout("f" * 64, "float32", (LayerShape(1, 4, 4),))
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 class Gateway:
