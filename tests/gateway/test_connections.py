@@ -26,6 +26,7 @@ from tests.gateway.harness import until
 
 LIMITS = ConnectionLimits(max_connections=5, max_head_bytes=8192, head_timeout_s=0.3, max_unwanted_bytes=2_000_000)
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
+MOST_BUFFERED_BYTES = 32_000_000  # between two ends that do not read: kernels let their buffers grow to several MB each
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Site:
 async def push_until_cut(writer: asyncio.StreamWriter, piece: bytes) -> int:
     """Send without end. Returns how many bytes were taken before the server cut the connection."""
     sent = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         try:
             while True:
                 writer.write(piece)
@@ -147,7 +148,7 @@ async def test_a_head_past_its_limit_is_a_431(site: Site, head: bytes) -> None:
 
 async def test_one_header_without_an_end_is_cut_at_the_limit(site: Site) -> None:
     _, writer = await site.raw(GET + b"x-long: ")
-    assert await push_until_cut(writer, b"y" * 4096) < 8_000_000  # what the buffers of both kernels' ends hold
+    assert await push_until_cut(writer, b"y" * 4096) < MOST_BUFFERED_BYTES
 
 
 async def test_a_refusal_before_any_request_has_an_id_too(site: Site) -> None:
@@ -213,7 +214,7 @@ async def test_a_body_that_stops_coming_is_a_408(site: Site) -> None:
 async def test_a_body_without_an_end_is_a_413_and_then_not_read_any_more(site: Site) -> None:
     reader, writer = await site.raw(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     answered = asyncio.create_task(reader.readuntil(b"\r\n"))
-    assert await push_until_cut(writer, b"1000\r\n" + b"x" * 4096 + b"\r\n") < 8_000_000
+    assert await push_until_cut(writer, b"1000\r\n" + b"x" * 4096 + b"\r\n") < MOST_BUFFERED_BYTES
     assert (await answered).startswith(b"HTTP/1.1 413")
 
 
