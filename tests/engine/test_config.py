@@ -43,9 +43,14 @@ def test_an_event_s_fields_are_members_of_the_json_line(capsys: pytest.CaptureFi
     assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "x")
 
 
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
 def test_a_process_that_a_library_aborts_says_where_it_was() -> None:
     program = "import os; from pdserve.engine.config import run_main; run_main('pdserve.test', lambda: os.abort())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = run(program)
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
     assert "run_main" in done.stderr
@@ -57,7 +62,8 @@ def test_a_process_may_have_as_many_open_files_as_its_user() -> None:
         "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, min(hard, 1000)));"
         "run_main('pdserve.test', lambda: print(r.getrlimit(r.RLIMIT_NOFILE)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = run(program)
+    assert done.returncode == 0
     assert done.stdout == "(1000, 1000)\n"
 
 
@@ -67,7 +73,7 @@ def test_a_process_leaves_with_its_code_and_all_it_has_said_and_takes_nothing_ap
         "setup_logging('info', True); atexit.register(print, 'taken apart');"
         "print('said'); logging.getLogger('x').info('logged'); leave(3)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = run(program)
     assert done.returncode == 3
     assert done.stdout == "said\n"
     assert "logged" in done.stderr

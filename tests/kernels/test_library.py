@@ -175,14 +175,19 @@ def test_without_a_compiler_one_line_says_so_and_torch_does_the_work(
     assert "no C compiler" in caplog.records[0].getMessage()
 
 
+def compiler(directory: Path, script: bytes) -> str:
+    """A $PATH with nothing in it but a `cc` that does this."""
+    path = directory / "bin" / "cc"
+    path.parent.mkdir()
+    path.write_bytes(b"#!/bin/sh\n" + script + b"\n")
+    path.chmod(0o755)
+    return str(path.parent)
+
+
 def test_a_compiler_that_fails_is_named_with_what_it_said(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "bin" / "cc"
-    broken.parent.mkdir()
-    broken.write_bytes(b"#!/bin/sh\necho 'no space for\nobjects of \xff' >&2; exit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", str(broken.parent))
+    monkeypatch.setenv("PATH", compiler(tmp_path, b"echo 'no space for\nobjects of \xff' >&2; exit 3"))
     with pytest.raises(NativeUnavailable, match="cc failed: no space for objects"):
         open_library("DEFAULT")
     assert compiled(empty_cache) == []
@@ -191,11 +196,8 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(
 def test_a_compiler_that_does_not_end_is_ended(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = tmp_path / "bin" / "cc"
-    stuck.parent.mkdir()
-    stuck.write_text(f'#!/bin/sh\necho $$ >> {tmp_path}/started\nexec {shutil.which("sleep")} 100\n')
-    stuck.chmod(0o755)
-    monkeypatch.setenv("PATH", str(stuck.parent))
+    script = f"echo $$ >> {tmp_path}/started\nexec {shutil.which('sleep')} 100"
+    monkeypatch.setenv("PATH", compiler(tmp_path, script.encode()))
     monkeypatch.setattr(library, "COMPILE_LIMIT_S", 2.0)
     with pytest.raises(NativeUnavailable, match="cc did not end within 2 s"):
         open_library("DEFAULT")
