@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .worker import Worker
 
@@ -12,12 +12,12 @@ LINKING_S = 5.0  # a link that was not made in this time, since both its ends ar
 Pairs = list[tuple[Worker, Worker | None]]  # (decode, prefill)
 
 
-def pairs(workers: Iterable[Worker], *, alone: bool) -> Pairs:
+def pairs(workers: Sequence[Worker], *, alone: bool) -> Pairs:
     """Ready decode workers with each ready prefill worker linked to them. If nothing at all is linked: decode workers
     alone, provided that is allowed (`alone`)."""
     decode, prefill = _by_role(w for w in workers if w.takes_work)
     linked: Pairs = [(d, p) for d, p in itertools.product(decode, prefill) if p.is_linked_to(d)]
-    return linked if linked or not alone else [(d, None) for d in decode]
+    return linked if linked or not alone else decode_alone(workers)
 
 
 def decode_alone(workers: Iterable[Worker]) -> Pairs:
